@@ -1,0 +1,198 @@
+"""Train ResNet-18 on images with DistributedDataParallel, started by torchrun.
+
+    torchrun --nproc_per_node=4 train_ddp.py --epochs 3
+
+Runs on GPUs where there are any, else on CPUs. With `--checkpoint-dir` and
+`torchrun --max-restarts=1`, a job whose worker dies goes on from its last epoch.
+"""
+
+import argparse
+import gc
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, Subset
+from torch.utils.data.distributed import DistributedSampler
+
+from utils import datasets, settings
+from utils.models import resnet18
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--batch-size", type=int, default=32, help="per worker")
+    parser.add_argument("--lr", type=float, default=1e-3, help="of AdamW")
+    parser.add_argument("--dataset", default="digits", help=", ".join(datasets.DATASETS))
+    parser.add_argument("--checkpoint-dir", type=Path, help="save there after each epoch")
+    parser.add_argument("--resume", action="store_true", help="from --checkpoint-dir")
+    parser.add_argument("--smoke-test", action="store_true", help="on CPU, also with GPUs")
+    args = parser.parse_args()
+    if args.smoke_test:
+        os.environ["WORKSHOP_MODE"] = "smoke"
+    return args
+
+
+def train_step(model, optimizer, images, labels):
+    """One step on this rank's share of the batch; returns the loss of that share."""
+    loss = F.cross_entropy(model(images), labels)
+    optimizer.zero_grad()
+    loss.backward()  # DDP averages the gradients over all ranks in here
+    optimizer.step()
+    return loss.detach()
+
+
+@torch.no_grad()
+def evaluate(model, test_set, rank, world_size, device):
+    """Accuracy over all test images, each counted once, the same on every rank."""
+    model.eval()
+    mine = Subset(test_set, range(rank, len(test_set), world_size))  # nothing padded
+    counts = torch.zeros(2, device=device)  # correct, all
+    for images, labels in DataLoader(mine, batch_size=256):
+        correct = model(images.to(device)).argmax(dim=1) == labels.to(device)
+        counts += torch.tensor([correct.sum(), len(labels)], device=device)
+    dist.all_reduce(counts)  # sum over all ranks
+    model.train()
+    return (counts[0] / counts[1]).item()
+
+
+def save_checkpoint(state, path):
+    """Write the whole file or nothing: under another name first, then rename."""
+    temporary = path.with_suffix(".tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(state, temporary)
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:  # torch.save says RuntimeError: disk full
+        temporary.unlink(missing_ok=True)
+        raise OSError(
+            f"The checkpoint {path} cannot be written ({error}): name a folder that is "
+            "writable and has room. What was saved before is untouched."
+        ) from error
+
+
+def load_checkpoint(path, model):
+    """Load the weights into `model`; return the rest (optimizer, epoch)."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        model.load_state_dict(state["model"])
+    except FileNotFoundError:
+        raise OSError(f"There is no {path} to resume from: leave out --resume.") from None
+    except Exception as error:
+        reason = str(error).strip().splitlines()[-1].strip()
+        raise ValueError(
+            f"The checkpoint {path} is damaged or of another model ({reason}): name "
+            "another folder, or start without --resume."
+        ) from None
+    return state
+
+
+def set_up(args):
+    """Everything that can be wrong with how the script was called, checked first."""
+    device = settings.device()
+    if device.type == "cuda":
+        if device.index >= torch.cuda.device_count():
+            raise ValueError(
+                f"There are more workers than GPUs ({torch.cuda.device_count()}): lower "
+                "--nproc_per_node, or add --smoke-test to run on the CPU."
+            )
+        torch.cuda.set_device(device)
+    dist.init_process_group(settings.backend())  # reads RANK, WORLD_SIZE, MASTER_ADDR...
+    train_set = datasets.load(args.dataset, "train")
+    test_set = datasets.load(args.dataset, "test")
+    if len(train_set) < args.batch_size * dist.get_world_size():
+        raise ValueError(
+            f"One batch of {args.batch_size} for each of {dist.get_world_size()} workers "
+            f"is more than the {len(train_set)} training images: lower --batch-size."
+        )
+    torch.manual_seed(0)
+    model = resnet18(in_channels=train_set[0][0].shape[0])
+
+    state, path = None, args.checkpoint_dir and args.checkpoint_dir / "checkpoint.pt"
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if args.resume and not path:
+        raise ValueError("--resume needs --checkpoint-dir: say where to resume from.")
+    if path and (args.resume or (restarted and path.exists())):
+        state = load_checkpoint(path, model)
+    elif path and path.exists():
+        raise ValueError(
+            f"{path} is the checkpoint of an earlier run: add --resume to go on from it, "
+            "or name another folder."
+        )
+    elif path and dist.get_rank() == 0:
+        save_checkpoint({}, path.with_name("writable"))  # now, not after an epoch
+        path.with_name("writable").unlink()
+    return device, train_set, test_set, model, state, path
+
+
+def train(args, device, train_set, test_set, model, state, path):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    sampler = DistributedSampler(train_set, shuffle=True)
+    train_loader = DataLoader(
+        train_set, batch_size=args.batch_size, sampler=sampler, drop_last=True
+    )
+    model = DDP(model.to(device), gradient_as_bucket_view=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
+    first_epoch = 0
+    if state:
+        optimizer.load_state_dict(state["optimizer"])
+        first_epoch = state["epoch"] + 1
+    if rank == 0:
+        print(
+            f"{world_size} workers on {device.type}, batch {args.batch_size} each and "
+            f"{args.batch_size * world_size} global, {len(train_loader)} steps per epoch"
+        )
+
+    for epoch in range(first_epoch, args.epochs):
+        start = time.perf_counter()
+        sampler.set_epoch(epoch)  # another order in every epoch
+        losses = []
+        for images, labels in train_loader:
+            images, labels = images.to(device), labels.to(device)
+            losses.append(train_step(model, optimizer, images, labels))
+        loss = torch.stack(losses).mean()
+        dist.all_reduce(loss)  # every rank saw other images: report the mean of all
+        accuracy = evaluate(model.module, test_set, rank, world_size, device)
+        if rank == 0:
+            print(
+                f"epoch {epoch + 1}/{args.epochs}: loss {loss.item() / world_size:.3f}, "
+                f"test accuracy {accuracy:.1%}, {time.perf_counter() - start:.1f} s",
+                flush=True,
+            )
+        if rank == 0 and path:
+            state = {"model": model.module.state_dict(), "epoch": epoch}
+            state |= {"optimizer": optimizer.state_dict(), "accuracy": accuracy}
+            save_checkpoint(state, path)
+
+
+def stop(problem):
+    """End with one sentence. Rank 0 says it; torchrun then ends the other ranks."""
+    if os.environ["RANK"] == "0":
+        sys.exit(f"train_ddp.py: {problem}")
+    time.sleep(10)
+    sys.exit(1)
+
+
+def main():
+    args = parse_args()
+    if "RANK" not in os.environ:
+        sys.exit("Start me with torchrun: torchrun --nproc_per_node=2 train_ddp.py")
+    try:
+        run = set_up(args)
+    except (ValueError, OSError) as problem:
+        stop(problem)
+    train(args, *run)
+    # DDP's objects hold on to the process group: free them first, or the exit may abort.
+    del run
+    gc.collect()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""Start or join Ray quietly, and check that a run fits before it waits for ever."""
+
+import logging
+import os
+from pathlib import Path
+
+# Read by Ray when it is imported, hence above the import.
+_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
+    # Ray would restart its workers through `uv run`, in an environment without packages.
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    # How often the controller polls its workers; at the default of 2 s every report and
+    # the end of a fit wait for the next poll. Measured: 4 s less per fit on 2 cores.
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
+}
+for _name, _value in _ENVIRONMENT.items():
+    os.environ.setdefault(_name, _value)
+
+import ray  # noqa: E402
+
+from utils import settings  # noqa: E402
+
+# Logical CPUs kept free of training workers, so that Ray Data's tasks have where to run.
+SPARE_CPUS = 2
+
+
+def start_ray(
+    num_workers: int | None = None,
+    resources_per_worker: dict[str, float] | None = None,
+    **ray_init_options,
+) -> None:
+    """Start Ray on this machine, or join the cluster that RAY_ADDRESS names.
+
+    A Ray started here gets logical CPUs for `num_workers` workers and two more, which
+    may exceed the real ones: a CPU is a ticket in Ray's scheduling, not a core. Its
+    dashboard listens on 127.0.0.1 alone. On every cluster, `utils` is sent to all nodes,
+    so that workers can import it. Workers' prints do not reach the notebook: functions
+    return values instead. Prints one line about what there is.
+
+    Args:
+        num_workers: training workers to make room for (default: `settings.num_workers`).
+        resources_per_worker: what each asks for (default: one CPU in smoke mode, one GPU
+            in full mode where this machine has any).
+        ray_init_options: further arguments of `ray.init`.
+
+    Raises:
+        ConnectionError: RAY_ADDRESS names a cluster that does not answer.
+        RuntimeError: the workers do not fit (see `check_fits`).
+    """
+    num_workers = num_workers or settings.num_workers()
+    resources = resources_per_worker or default_resources()
+    if not ray.is_initialized():
+        dashboard = _connect(num_workers, resources, ray_init_options)
+        total = ray.cluster_resources()
+        print(
+            f"Ray {ray.__version__} with {len(_alive_nodes())} node(s), "
+            f"{total.get('CPU', 0):g} logical CPUs, {total.get('GPU', 0):g} GPUs. "
+            f"Dashboard: {dashboard}"
+        )
+    check_fits(num_workers, resources)
+
+
+def check_fits(num_workers: int, resources_per_worker: dict[str, float]) -> None:
+    """Check that the nodes of the cluster have room for the workers of a run.
+
+    Ray waits for ever for resources that no node has, because a node may join later.
+    This looks at every node, as one worker has to fit one node. On a cluster that adds
+    nodes when they are asked for (WORKSHOP_AUTOSCALING=1, and Anyscale) it checks nothing.
+
+    Raises:
+        RuntimeError: they do not fit; says what was asked, what there is, what to change.
+    """
+    if _is_autoscaling():
+        return
+    needed = {name: n for name, n in resources_per_worker.items() if n > 0}
+    nodes = [node["Resources"] for node in _alive_nodes()]
+    room = sum(
+        min((int(node.get(name, 0) / n) for name, n in needed.items()), default=num_workers)
+        for node in nodes
+    )
+    if room < num_workers:
+        there = "; ".join(
+            ", ".join(f"{node.get(name, 0):g} {name}" for name in needed) for node in nodes
+        )
+        asked = ", ".join(f"{n:g} {name}" for name, n in needed.items())
+        raise RuntimeError(
+            f"This run asks for {num_workers} workers with {asked} each, and the cluster "
+            f"has room for {room} (its {len(nodes)} node(s) have {there}): lower the "
+            "number of workers or what each asks for, or add nodes."
+        )
+
+
+def _connect(num_workers: int, resources: dict[str, float], options: dict) -> str:
+    """Start or join Ray; return the address of its dashboard."""
+    address = os.environ.get("RAY_ADDRESS") or ("auto" if _is_autoscaling() else "local")
+    if address == "local":
+        cpus = num_workers * resources.get("CPU", 0) + SPARE_CPUS
+        options = {
+            "num_cpus": max(os.cpu_count(), int(cpus)),
+            "include_dashboard": True,
+            "dashboard_host": "127.0.0.1",  # the dashboard runs code for whoever opens it
+        } | options
+    try:
+        context = ray.init(
+            address=address,
+            runtime_env={"py_modules": [str(Path(__file__).parent)]},
+            logging_level=logging.ERROR,
+            log_to_driver=False,
+            **options,
+        )
+    except ConnectionError:
+        raise ConnectionError(
+            f"No Ray cluster answers at RAY_ADDRESS={address}: start it, correct the "
+            "address, or unset RAY_ADDRESS to start Ray on this machine."
+        ) from None
+    logging.getLogger("ray.train").setLevel(logging.WARNING)
+    return f"http://{context.dashboard_url}" if context.dashboard_url else "off"
+
+
+def default_resources() -> dict[str, float]:
+    """What Ray Train's workers ask for unless told otherwise, by run mode."""
+    import torch
+
+    if settings.mode() == "full" and torch.cuda.is_available():
+        return {"CPU": 1, "GPU": 1}
+    return {"CPU": 1}
+
+
+def _is_autoscaling() -> bool:
+    on_anyscale = any(name.startswith("ANYSCALE_") for name in os.environ)
+    return os.environ.get("WORKSHOP_AUTOSCALING", str(int(on_anyscale))) == "1"
+
+
+def _alive_nodes() -> list[dict]:
+    return [node for node in ray.nodes() if node["Alive"]]
+

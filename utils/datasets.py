@@ -1,0 +1,147 @@
+"""The datasets that the lessons train on: digits that ship with the workshop, and more.
+
+Every dataset is a torch Dataset of pairs (image, label): image a float32 tensor of shape
+[channels, height, width] with values from 0 to 1, label an integer from 0 to 9.
+"""
+
+import hashlib
+import io
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+from torch.utils.data import Dataset, TensorDataset
+from torchvision import datasets as tv
+from torchvision.transforms import ToTensor
+
+from utils.settings import storage_path
+
+DIGITS_FILE = Path(__file__).parent / "data" / "digits.npz"
+DIGITS_SHA256 = "b2dab7b501728c22e9119ad76740b2e17c77a231e42d1e592380d90886f1a05e"
+
+
+def digits(split: str = "train") -> TensorDataset:
+    """Handwritten digits, shipped with the workshop: 1,437 to train on, 360 to test on.
+
+    Images are float32 of shape [1, 28, 28]: the 8 x 8 originals, enlarged. Every fifth
+    image belongs to the test split.
+
+    Source: Alpaydin and Kaynak 1998, UCI Optical Recognition of Handwritten Digits,
+    https://doi.org/10.24432/C50P49 (CC BY 4.0).
+
+    Raises:
+        ValueError: `split` is neither "train" nor "test".
+        OSError: the file is missing or its SHA-256 checksum is not the expected one.
+    """
+    _check_split(split)
+    with np.load(io.BytesIO(_read_verified(DIGITS_FILE, DIGITS_SHA256))) as file:
+        images = torch.from_numpy(file["images"]).float()[:, None] / 16  # [1797, 1, 8, 8]
+        labels = torch.from_numpy(file["labels"]).long()
+    is_test = torch.arange(len(labels)) % 5 == 0
+    chosen = is_test if split == "test" else ~is_test
+    enlarged = F.interpolate(images[chosen], size=(28, 28), mode="bilinear")
+    return TensorDataset(enlarged, labels[chosen])
+
+
+def mnist(split: str = "train") -> Dataset:
+    """MNIST through torchvision, 60,000 and 10,000 images of shape [1, 28, 28].
+
+    Downloaded at the first call, by rank 0 alone, into `storage_path() / "datasets"`.
+
+    Raises:
+        ValueError: `split` is neither "train" nor "test".
+        OSError: it has not been downloaded yet and there is no network.
+    """
+    return _from_torchvision(tv.MNIST, split)
+
+
+def fashion_mnist(split: str = "train") -> Dataset:
+    """FashionMNIST: clothes instead of digits, otherwise like `mnist`."""
+    return _from_torchvision(tv.FashionMNIST, split)
+
+
+def cifar10(split: str = "train") -> Dataset:
+    """CIFAR-10, 50,000 and 10,000 images of shape [3, 32, 32], otherwise like `mnist`."""
+    return _from_torchvision(tv.CIFAR10, split)
+
+
+DATASETS = {f.__name__: f for f in (digits, mnist, fashion_mnist, cifar10)}
+
+
+def load(name: str, split: str = "train") -> Dataset:
+    """The dataset called `name`, one of the keys of DATASETS.
+
+    Raises:
+        ValueError: there is no dataset of that name.
+    """
+    if name not in DATASETS:
+        raise ValueError(
+            f"There is no dataset {name!r}: choose one of {', '.join(DATASETS)}."
+        )
+    return DATASETS[name](split)
+
+
+def _check_split(split: str) -> None:
+    if split not in ("train", "test"):
+        raise ValueError(f"split is {split!r}, but must be 'train' or 'test'.")
+
+
+def _read_verified(path: Path, sha256: str) -> bytes:
+    """The bytes of a shipped file, if they are the bytes that were shipped."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise OSError(
+            f"The dataset file {path} cannot be read ({error.strerror}): restore it with "
+            f"`git checkout -- utils/data`."
+        ) from None
+    if hashlib.sha256(data).hexdigest() != sha256:
+        raise OSError(
+            f"The dataset file {path} is damaged (its checksum is wrong): restore it "
+            f"with `git checkout -- utils/data`."
+        )
+    return data
+
+
+def _from_torchvision(dataset_class: type, split: str) -> Dataset:
+    _check_split(split)
+    root = storage_path() / "datasets"
+
+    def open_dataset(download: bool) -> Dataset:
+        return dataset_class(
+            root, train=split == "train", transform=ToTensor(), download=download
+        )
+
+    name = dataset_class.__name__
+    if not dist.is_initialized():
+        _raise_if_any([_try(open_dataset)], name)
+    else:
+        # Rank 0 first; then the first rank of every other node, for which the file is
+        # there already wherever the folder is shared. All ranks learn of a failure.
+        local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
+        for is_my_turn in (dist.get_rank() == 0, local_rank == 0):
+            errors = [None] * dist.get_world_size()
+            error = _try(open_dataset) if is_my_turn else None
+            dist.all_gather_object(errors, error)
+            _raise_if_any(errors, name)
+    return open_dataset(download=False)
+
+
+def _try(open_dataset) -> str | None:
+    try:
+        open_dataset(download=True)
+    except (OSError, RuntimeError) as error:  # URLError is an OSError
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _raise_if_any(errors: list[str | None], name: str) -> None:
+    error = next((e for e in errors if e), None)
+    if error:
+        raise OSError(
+            f"{name} could not be downloaded ({error}): connect to a network and try "
+            "again, or use the dataset 'digits', which needs none."
+        )

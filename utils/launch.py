@@ -1,0 +1,105 @@
+"""Run a function of a notebook as N ranks on this machine, and collect what they return.
+
+It does for a function what `torchrun --nproc_per_node=N` does for a script: N processes
+with RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set. The function creates
+the process group itself.
+"""
+
+import multiprocessing as mp
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing import connection
+from typing import Any
+
+import cloudpickle
+
+import utils.settings  # noqa: F401  (sets OMP_NUM_THREADS before torch is imported)
+
+# One server process imports torch once; every rank is forked from it in milliseconds.
+# Unlike this process, the server has no threads and never touches a GPU.
+_context = mp.get_context("forkserver")
+_context.set_forkserver_preload(["torch.nn.parallel", "torchvision.models"])
+
+
+def run_ranks(
+    function: Callable[..., Any], num_workers: int, *args: Any, timeout: float = 300
+) -> list[Any]:
+    """Call `function(*args)` in `num_workers` processes; return their results by rank.
+
+    A process that fails or dies ends the others at once.
+
+    Raises:
+        ValueError: `num_workers` is less than 1.
+        RuntimeError: a rank raised an exception (its traceback is the cause), died,
+            or did not return within `timeout` seconds.
+    """
+    if num_workers < 1:
+        raise ValueError(f"num_workers is {num_workers}, but must be at least 1.")
+    payload = cloudpickle.dumps((function, args))
+    env = dict(os.environ, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
+    env |= {"WORLD_SIZE": str(num_workers), "LOCAL_WORLD_SIZE": str(num_workers)}
+    ranks, pipes = [], []
+    for rank in range(num_workers):
+        receiver, sender = _context.Pipe(duplex=False)
+        process = _context.Process(
+            target=_run_rank,
+            args=(payload, env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, sender),
+            daemon=True,
+        )
+        process.start()
+        sender.close()  # so that the receiver sees the end of a rank that dies
+        ranks.append(process)
+        pipes.append(receiver)
+    try:
+        return _collect(ranks, pipes, time.monotonic() + timeout)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+
+
+def _collect(ranks: list, pipes: list, deadline: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    while len(results) < len(pipes):
+        waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
+        ready = connection.wait(waiting, timeout=max(0, deadline - time.monotonic()))
+        if not ready:
+            late = [r for r in range(len(pipes)) if r not in results]
+            raise RuntimeError(f"ranks {late} did not return in time: do they hang?")
+        for pipe in ready:
+            rank = pipes.index(pipe)
+            try:
+                ok, value = cloudpickle.loads(pipe.recv_bytes())
+            except EOFError:
+                ranks[rank].join()
+                raise RuntimeError(
+                    f"rank {rank} died with exit code {ranks[rank].exitcode}"
+                ) from None
+            if not ok:
+                summary, remote_traceback = value
+                raise RuntimeError(f"rank {rank} failed with {summary}") from (
+                    RuntimeError(remote_traceback)
+                )
+            results[rank] = value
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _run_rank(payload: bytes, env: dict[str, str], sender) -> None:
+    os.environ.clear()
+    os.environ.update(env)
+    try:
+        function, args = cloudpickle.loads(payload)
+        message = (True, function(*args))
+    except Exception as error:
+        summary = traceback.format_exception_only(error)[-1].strip()
+        message = (False, (summary, traceback.format_exc()))
+    sender.send_bytes(cloudpickle.dumps(message))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

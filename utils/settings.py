@@ -1,0 +1,100 @@
+"""Run mode, and what follows from it: device, number of workers, where results go."""
+
+import os
+import tempfile
+from pathlib import Path
+from typing import TypeVar
+
+MODES = ("auto", "smoke", "full")
+T = TypeVar("T")
+
+# One thread per process, as torchrun sets it: ranks on one machine share its cores,
+# and equal threads everywhere make results and times comparable.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def mode() -> str:
+    """The run mode: "smoke" (CPU and gloo, small) or "full" (GPUs).
+
+    Read from the environment variable WORKSHOP_MODE. "auto", the default, means "full"
+    where CUDA is visible and "smoke" elsewhere.
+
+    Raises:
+        ValueError: WORKSHOP_MODE is not one of auto, smoke and full.
+    """
+    chosen = os.environ.get("WORKSHOP_MODE", "auto").strip().lower()
+    if chosen not in MODES:
+        raise ValueError(
+            f"WORKSHOP_MODE is {chosen!r}, but must be one of auto, smoke and full: "
+            "set it to one of them, or unset it."
+        )
+    if chosen == "auto":
+        return "full" if _cuda_is_available() else "smoke"
+    return chosen
+
+
+def pick(*, smoke: T, full: T) -> T:
+    """Choose a value by run mode: `smoke` for a laptop and CI, `full` for GPUs."""
+    return smoke if mode() == "smoke" else full
+
+
+def device():
+    """The torch.device of this process: its own GPU in full mode, else the CPU.
+
+    The GPU is the one numbered LOCAL_RANK, which torchrun and Ray Train set for every
+    worker (0 where it is not set).
+    """
+    import torch  # here, not above: importing it takes 2 s that the mode alone need not
+
+    if mode() == "full" and torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    return torch.device("cpu")
+
+
+def backend() -> str:
+    """The torch.distributed backend of `device()`: "nccl" for GPUs, "gloo" for CPUs."""
+    return "nccl" if device().type == "cuda" else "gloo"
+
+
+def num_workers() -> int:
+    """Workers to train with on this machine: its GPUs in full mode, else 2 processes."""
+    if mode() == "full" and _cuda_is_available():
+        import torch
+
+        return torch.cuda.device_count()
+    return 2
+
+
+def storage_path() -> Path:
+    """Absolute path of the folder for checkpoints and results, created if needed.
+
+    WORKSHOP_STORAGE if set; else Anyscale's shared `/mnt/cluster_storage` where it
+    exists; else `build/storage` in this repository. With several nodes it must be a
+    folder that all of them share.
+
+    Raises:
+        OSError: the folder cannot be created or written to.
+    """
+    shared = Path("/mnt/cluster_storage")
+    if os.environ.get("WORKSHOP_STORAGE"):
+        path = Path(os.environ["WORKSHOP_STORAGE"]).expanduser()
+    elif shared.is_dir():
+        path = shared / "distributed-pytorch"
+    else:
+        path = Path(__file__).parent.parent / "build" / "storage"
+    path = path.absolute()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        raise OSError(
+            f"Results cannot be written to {path} ({error.strerror}): set "
+            "WORKSHOP_STORAGE to a folder you can write to."
+        ) from None
+    return path
+
+
+def _cuda_is_available() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
