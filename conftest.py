@@ -1,0 +1,43 @@
+"""Surroundings of every test and compared notebook: CPU, one thread, own Ray, own folder."""
+
+import os
+import shutil
+import tempfile
+import uuid
+
+from nbval.plugin import IPyNbFile
+
+from tests.notebooks import RECORDING_ENVIRONMENT, end_left_over
+
+os.environ.update(RECORDING_ENVIRONMENT)
+_setup, _teardown = IPyNbFile.setup, IPyNbFile.teardown
+
+
+def pytest_configure(config):
+    os.environ["WORKSHOP_STORAGE"] = tempfile.mkdtemp(prefix="workshop-tests-")
+
+
+def pytest_unconfigure(config):
+    shutil.rmtree(os.environ["WORKSHOP_STORAGE"], ignore_errors=True)
+
+
+def setup(self):
+    """Start a notebook's kernel, marked, so that all it starts can be found again."""
+    self.marker = {"WORKSHOP_KERNEL": uuid.uuid4().hex}
+    # Where ipykernel sees this variable it does not capture the output of `!commands`.
+    current_test = os.environ.pop("PYTEST_CURRENT_TEST")
+    os.environ.update(self.marker)
+    try:
+        _setup(self)
+    finally:
+        del os.environ["WORKSHOP_KERNEL"]
+        os.environ["PYTEST_CURRENT_TEST"] = current_test
+
+
+def teardown(self):
+    """Stop a notebook's kernel, and end whatever it left behind."""
+    _teardown(self)
+    end_left_over(self.marker)
+
+
+IPyNbFile.setup, IPyNbFile.teardown = setup, teardown

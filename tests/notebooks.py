@@ -1,0 +1,195 @@
+"""Find, execute, record and link the notebooks.
+
+    python -m tests.notebooks tour                     # execute copies, print what was proved
+    python -m tests.notebooks record [NOTEBOOK ...]    # execute in place, save outputs
+"""
+
+import argparse
+import os
+import re
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import nbformat
+import psutil
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+from tqdm import tqdm
+
+ROOT = Path(__file__).parent.parent
+CELL_TIMEOUT_S = 300
+PROOF = "Proved: "
+NAVIGATION = re.compile(r"^<!-- navigation -->.*\n*", re.MULTILINE)
+# What a recorded notebook and its comparison have in common: CPU, one thread, own Ray.
+RECORDING_ENVIRONMENT = {
+    "WORKSHOP_MODE": "smoke",
+    "OMP_NUM_THREADS": "1",
+    "RAY_ADDRESS": "local",
+}
+
+
+def all_notebooks() -> list[Path]:
+    """The notebooks in reading order; a part's solutions come last."""
+    return sorted(ROOT.glob("0[123]-*/*.ipynb"))
+
+
+def proofs(notebook: nbformat.NotebookNode) -> list[str]:
+    """What the notebook printed in lines that begin with "Proved: "."""
+    outputs = (o for c in notebook.cells for o in c.get("outputs", []))
+    lines = (line for o in outputs for line in o.get("text", "").splitlines())
+    return [line.removeprefix(PROOF) for line in lines if line.startswith(PROOF)]
+
+
+def title(path: Path) -> str:
+    """The first heading of a notebook."""
+    for cell in nbformat.read(path, as_version=4).cells:
+        heading = re.search(r"^# (.+)$", cell.source, re.MULTILINE)
+        if cell.cell_type == "markdown" and heading:
+            return heading[1]
+    raise ValueError(f"{path} has no heading: give its first cell a line '# Title'.")
+
+
+def navigation(path: Path) -> str:
+    """The line that links a notebook to its neighbours."""
+    notebooks = all_notebooks()
+    here = notebooks.index(path)
+    links = ["[Contents](../README.md)"]
+    if here > 0:
+        links.insert(0, f"[← {title(notebooks[here - 1])}]({_link(notebooks[here - 1])})")
+    if here + 1 < len(notebooks):
+        links.append(f"[{title(notebooks[here + 1])} →]({_link(notebooks[here + 1])})")
+    return "<!-- navigation -->" + " | ".join(links)
+
+
+def with_navigation(path: Path, notebook: nbformat.NotebookNode) -> None:
+    """Put the navigation line on top of the first cell and at the end of the last."""
+    line = navigation(path)
+    first, last = notebook.cells[0], notebook.cells[-1]
+    first.source = line + "\n\n" + NAVIGATION.sub("", first.source).strip()
+    last.source = NAVIGATION.sub("", last.source).strip() + "\n\n" + line
+
+
+def execute(
+    path: Path, environment: dict[str, str], on_cell: Callable[..., None] | None = None
+) -> nbformat.NotebookNode:
+    """Run a notebook from a fresh kernel in its own folder, and return the executed copy.
+
+    Raises:
+        RuntimeError: a cell failed; says which notebook and cell.
+    """
+    notebook = nbformat.read(path, as_version=4)
+    running: list[int] = []
+    client = NotebookClient(
+        notebook,
+        timeout=CELL_TIMEOUT_S,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(path.parent)}},
+        record_timing=False,
+        coalesce_streams=True,
+        on_cell_start=lambda cell, cell_index: running.append(cell_index),
+        on_cell_complete=on_cell,
+    )
+    marker = {"WORKSHOP_KERNEL": uuid.uuid4().hex}
+    try:
+        client.execute(env=os.environ | environment | marker)
+    except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise RuntimeError(
+            f"{path.relative_to(ROOT)}, cell {running[-1]}: {reason}"
+        ) from error
+    finally:
+        end_left_over(marker)
+    return notebook
+
+
+def end_left_over(marker: dict[str, str]) -> None:
+    """End the processes that a notebook started and left behind.
+
+    `marker` is an environment variable that its kernel, and so all its children, have:
+    Ray's processes lead sessions of their own and outlive a kernel that is killed.
+    """
+    for process in psutil.process_iter():
+        try:
+            if marker.items() <= process.environ().items():
+                process.kill()
+        except psutil.Error:  # ended meanwhile, or of another user
+            pass
+
+
+def record(paths: list[Path]) -> None:
+    """Execute notebooks in smoke mode and save them with clean outputs."""
+    for path in tqdm(paths, desc="record", unit="notebook"):
+        notebook = execute(path, RECORDING_ENVIRONMENT)
+        with_navigation(path, notebook)
+        notebook.metadata = nbformat.from_dict(
+            {
+                "kernelspec": {
+                    "display_name": "Python (Ray Train)",
+                    "language": "python",
+                    "name": "python3",
+                },
+                "language_info": {"name": "python"},
+            }
+        )
+        temporary = path.with_suffix(".tmp")
+        nbformat.write(notebook, temporary)
+        temporary.replace(path)
+
+
+def tour(paths: list[Path]) -> int:
+    """Execute copies of all notebooks and print what each one proved; 1 if one failed."""
+    build = ROOT / "build" / "notebooks"
+    cells = {p: len(nbformat.read(p, as_version=4).cells) for p in paths}
+    rows, failures = [], []
+    with tqdm(total=sum(cells.values()), unit="cell") as progress:
+        for path in paths:
+            progress.set_description(path.stem)
+            start, before = time.monotonic(), progress.n
+            try:
+                copy = execute(path, {}, lambda **_: progress.update())
+            except RuntimeError as error:
+                failures.append(f"Failed: {error}")
+                proved = ["failed"]
+            else:
+                proved = proofs(copy)
+                target = build / path.relative_to(ROOT)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                nbformat.write(copy, target)
+            progress.update(before + cells[path] - progress.n)
+            rows.append((path, time.monotonic() - start, proved))
+    print(f"\n{'notebook':<52} {'seconds':>7}  proved")
+    for path, seconds, proved in rows:
+        name = str(path.relative_to(ROOT))
+        for number, line in enumerate(proved or ["-"]):
+            start = f"{name:<52} {seconds:>7.0f}" if number == 0 else " " * 60
+            print(f"{start}  {line}")
+    print("\n".join(failures) or f"\nExecuted copies are in {build.relative_to(ROOT)}/.")
+    return bool(failures)
+
+
+def _link(path: Path) -> str:
+    return f"../{path.parent.name}/{path.name}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("command", choices=("tour", "record"))
+    parser.add_argument("notebooks", nargs="*", type=Path)
+    args = parser.parse_args()
+    paths = [path.resolve() for path in args.notebooks] or all_notebooks()
+    unknown = [str(path) for path in paths if path not in all_notebooks()]
+    if unknown:
+        print(f"Not a notebook of the workshop: {', '.join(unknown)}.", file=sys.stderr)
+        return 2
+    try:
+        return tour(paths) if args.command == "tour" else record(paths) or 0
+    except RuntimeError as error:
+        print(f"Failed: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
