@@ -1,0 +1,267 @@
+"""python -m utils.doctor: every fault has its sentence, and status 1 where due."""
+
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from tests.notebooks import ROOT
+from utils import doctor
+
+
+def run_doctor(python=sys.executable, **environment):
+    return subprocess.run(
+        [python, "-m", "utils.doctor"],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def states(table):
+    """The state of every check, by its name, from the printed table."""
+    lines = [line for line in table.splitlines() if line[:5].strip()]
+    return {line[6:18].strip(): line[:5].strip() for line in lines[:-1]}
+
+
+def program(folder: Path, name: str, script: str) -> Path:
+    """An executable shell script."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / name
+    path.write_text(f"#!/bin/bash\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_prints_every_check_on_one_screen_and_exits_with_its_verdict():
+    answer = run_doctor()
+    checked = states(answer.stdout)
+    assert list(checked) == [c.__name__.replace("_", " ") for c in doctor.CHECKS]
+    assert set(checked.values()) <= {"ok", "warn", "FAIL"}
+    assert answer.returncode == ("FAIL" in checked.values())
+    assert answer.stderr == ""
+    lines = answer.stdout.splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 100
+
+
+def test_this_environment_passes_what_does_not_depend_on_the_machine():
+    for check in (doctor.python, doctor.packages, doctor.torch_build, doctor.run_mode):
+        assert check().state == "ok", check()
+
+
+def test_works_without_any_package(tmp_path):
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True
+    )
+    answer = run_doctor(tmp_path / "bare" / "bin" / "python", WORKSHOP_MODE="smoke")
+    assert answer.returncode == 1, answer.stderr
+    assert answer.stderr == ""
+    for name in ("torch", "ray", "deepspeed", "psutil"):
+        assert f"{name} is missing" in answer.stdout.replace("\n" + " " * 19, " ")
+    assert "`make -B setup`" in answer.stdout
+    assert states(answer.stdout)["python"] == "ok"
+
+
+def test_wrong_version_fails_the_whole_table(monkeypatch, capsys):
+    installed = metadata.version
+
+    def version(name):
+        return {"ray": "2.9.0", "jsonschema": "4.25.1"}.get(name) or installed(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    assert doctor.main() == 1
+    found = doctor.packages().found
+    assert found == "ray is 2.9.0, not ==2.60.0; jsonschema is 4.25.1, not <4.25"
+    assert "ray is 2.9.0, not ==2.60.0" in capsys.readouterr().out
+
+
+def test_pins_are_those_of_this_python(tmp_path, monkeypatch):
+    text = """# comment
+torch==2.15.0 ; python_version >= "3.11"  # new
+torch==2.14.1 ; python_version < "3.11"  # old
+ray[default,train]==2.60.0  # extras
+jsonschema<4.25
+-e .
+"""
+    monkeypatch.setattr(doctor, "REQUIREMENTS", tmp_path / "requirements.txt")
+    doctor.REQUIREMENTS.write_text(text)
+    rest = [("ray", "==", "2.60.0"), ("jsonschema", "<", "4.25")]
+    monkeypatch.setattr(sys, "version_info", (3, 10, 4))
+    assert doctor.requirements() == [("torch", "==", "2.14.1"), *rest]
+    monkeypatch.setattr(sys, "version_info", (3, 11, 0))
+    assert doctor.requirements() == [("torch", "==", "2.15.0"), *rest]
+
+
+def test_builds_that_do_not_fit_each_other(monkeypatch):
+    import torch
+    import torchvision
+
+    monkeypatch.setattr(torch, "__version__", "2.15.0+cpu")
+    monkeypatch.setattr(torchvision, "__version__", "0.29.2+cu132")
+    result = doctor.torch_build()
+    assert result.state == "FAIL"
+    assert "two different builds" in result.found
+
+    def broken(*args):
+        raise RuntimeError("operator torchvision::nms does not exist")
+
+    monkeypatch.setattr(torchvision.ops, "nms", broken)
+    result = doctor.torch_build()
+    assert result.state == "FAIL"
+    assert "operator torchvision::nms does not exist" in result.found
+    assert "make clean setup" in result.mend
+
+
+@pytest.mark.parametrize(
+    ("version", "state"), [((3, 9, 1), "FAIL"), ((3, 13, 0), "ok")]
+)
+def test_python_version(monkeypatch, version, state):
+    monkeypatch.setattr(sys, "version_info", version)
+    assert doctor.python().state == state
+
+
+def test_wrong_run_mode(monkeypatch):
+    monkeypatch.setenv("WORKSHOP_MODE", "fast")
+    result = doctor.run_mode()
+    assert result.state == "FAIL"
+    assert "auto, smoke and full" in result.mend
+
+
+def test_low_disk_and_memory(monkeypatch):
+    little = SimpleNamespace(free=1.5e9, available=1.5e9)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: little)
+    assert doctor.disk().state == "FAIL"
+    assert "1.5 GB free in" in doctor.disk().found
+    assert "WORKSHOP_STORAGE" in doctor.disk().mend
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: little)
+    assert doctor.memory() == doctor.Result(
+        "FAIL",
+        "1.5 GB free",
+        f"The lessons with Ray need {doctor.MEMORY_GB} GB: close other programs.",
+    )
+
+
+def test_results_cannot_be_written(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("WORKSHOP_STORAGE", str(tmp_path / "file" / "folder"))
+    result = doctor.disk()
+    assert result.state == "FAIL"
+    assert "set WORKSHOP_STORAGE to a folder you can write to" in result.mend
+
+
+def test_no_compiler(monkeypatch, tmp_path):
+    """DeepSpeed compiles an operator at its first start on CPUs, and raises without."""
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    result = doctor.compiler()
+    assert (result.state, result.found) == ("FAIL", "no C++ compiler")
+    assert "install build-essential" in result.mend
+
+
+def test_no_ninja(monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", str(program(tmp_path, "c++", "exit 0")))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(doctor.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert "install ninja-build" in doctor.compiler().mend
+    program(tmp_path, "ninja", "exit 0")
+    assert doctor.compiler().state == "ok"
+
+
+@pytest.mark.skipif(not doctor.shutil.which("c++"), reason="there is no compiler here")
+def test_no_python_headers(monkeypatch, tmp_path):
+    monkeypatch.delenv("CXX", raising=False)
+    program(tmp_path, "ninja", "exit 0")
+    monkeypatch.setattr(doctor.sysconfig, "get_path", lambda name: str(tmp_path))
+    result = doctor.compiler()
+    assert result.state == "FAIL"
+    assert "Python.h" in result.found
+    assert "python{}.{}-dev".format(*sys.version_info) in result.mend
+
+
+def test_ray_of_another_user(monkeypatch):
+    processes = [
+        SimpleNamespace(info={"name": "raylet", "username": "somebody"}),
+        SimpleNamespace(info={"name": "bash", "username": "root"}),
+    ]
+    monkeypatch.setattr(psutil, "process_iter", lambda attributes: processes)
+    result = doctor.ray()
+    assert result.state == "warn"
+    assert result.found == "one of somebody is running"
+    monkeypatch.setattr(psutil, "process_iter", lambda attributes: processes[1:])
+    assert doctor.ray().state == "ok"
+
+
+def test_network(monkeypatch):
+    monkeypatch.setattr(doctor.urllib.request, "urlopen", lambda *a, timeout: "answer")
+    assert doctor.network().state == "ok"
+
+    def unreachable(*args, timeout):
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(doctor.urllib.request, "urlopen", unreachable)
+    assert doctor.network().state == "warn"
+
+
+SMI = 'echo "NVIDIA T4, 470.57"'
+
+
+@pytest.mark.parametrize(
+    ("script", "cuda", "visible", "sentence"),
+    [
+        (SMI, "13.2", "0", "torch is built for CUDA 13.2 and cannot use this driver"),
+        (SMI, None, "0", "this torch is built without CUDA"),
+        (SMI, "13.2", "", "hidden by CUDA_VISIBLE_DEVICES"),
+        ("echo no driver; exit 9", "13.2", "0", "no driver: nvidia-smi fails"),
+    ],
+)
+def test_gpu_that_torch_cannot_use(
+    monkeypatch, tmp_path, script, cuda, visible, sentence
+):
+    import torch
+
+    program(tmp_path, "nvidia-smi", script)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = doctor.gpus()
+    assert result.state == "warn"
+    assert sentence in result.found
+    assert "until then lessons use the CPU" in result.mend
+
+
+def test_gpu_that_this_torch_has_no_kernels_for(monkeypatch):
+    import torch
+
+    def ones(*shape, device):
+        raise RuntimeError("CUDA error: no kernel image is available")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "NVIDIA K80")
+    monkeypatch.setattr(torch, "ones", ones)
+    monkeypatch.setenv("WORKSHOP_MODE", "auto")
+    result = doctor.gpus()
+    assert result.state == "FAIL"
+    assert "no kernel image" in result.found
+    assert "WORKSHOP_MODE=smoke" in result.mend
+    monkeypatch.setenv("WORKSHOP_MODE", "smoke")
+    assert doctor.gpus().state == "warn"
+
+
+def test_a_check_that_raises_does_not_hide_the_others(monkeypatch, capsys):
+    def broken_check():
+        raise KeyError("surprise")
+
+    monkeypatch.setattr(doctor, "CHECKS", (broken_check, doctor.python))
+    assert doctor.main() == 0
+    shown = states(capsys.readouterr().out)
+    assert shown == {"broken check": "warn", "python": "ok"}

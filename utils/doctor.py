@@ -1,0 +1,268 @@
+"""Say on one screen what this machine can run, and how to mend what it cannot.
+
+    python -m utils.doctor
+
+Ends with status 1 if a lesson cannot run. Needs nothing but Python, so that it can tell
+which packages are missing.
+"""
+
+import contextlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import textwrap
+import threading
+import urllib.request
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+from utils import settings
+
+REQUIREMENTS = Path(__file__).parent.parent / "requirements.txt"
+DATASET_URL = "https://ossci-datasets.s3.amazonaws.com/mnist/t10k-labels-idx1-ubyte.gz"
+MEMORY_GB = 4  # Ray with two workers that train ResNet-18 was measured at 3.8 GB
+DISK_GB = 2  # a checkpoint of ResNet-18 with AdamW's state has 0.13 GB
+
+
+class Result(NamedTuple):
+    """state: "ok", "warn" (slower, or less possible), "FAIL" (a lesson cannot run)."""
+
+    state: str
+    found: str
+    mend: str = ""
+
+
+def python() -> Result:
+    fits = (3, 10) <= sys.version_info[:2] <= (3, 13)
+    return Result(
+        "ok" if fits else "FAIL",
+        f"{platform.python_version()} in {sys.prefix}",
+        ""
+        if fits
+        else "Python 3.10 to 3.13 is needed: `make setup PYTHON=python3.12`.",
+    )
+
+
+def packages() -> Result:
+    """Installed packages against the pins of requirements.txt."""
+    wrong, pins = [], requirements()
+    for name, relation, wanted in pins:
+        try:
+            there = metadata.version(name).split("+")[0]
+        except metadata.PackageNotFoundError:
+            wrong.append(f"{name} is missing")
+            continue
+        if not (there == wanted if relation == "==" else _key(there) < _key(wanted)):
+            wrong.append(f"{name} is {there}, not {relation}{wanted}")
+    if wrong:
+        return Result(
+            "FAIL", "; ".join(wrong), "Install what is pinned: `make -B setup`."
+        )
+    return Result("ok", f"all {len(pins)} as pinned in {REQUIREMENTS.name}")
+
+
+def requirements() -> list[tuple[str, str, str]]:
+    """The pins that count for this Python: (name, "==" or "<", version)."""
+    pin = (
+        r'^([\w.-]+)(?:\[.*?\])?(==|<)([\w.]+)(?: *; *python_version *(>=|<) *"(.*?)")?'
+    )
+    lines = re.findall(pin, REQUIREMENTS.read_text(), re.MULTILINE)
+    return [
+        (name, relation, version)
+        for name, relation, version, marker, limit in lines
+        if not marker or (sys.version_info[:2] >= _key(limit)) == (marker == ">=")
+    ]
+
+
+def torch_build() -> Result:
+    """torch and torchvision fit each other, shown by running an operator of both."""
+    mend = "Install both as pinned, from the same index: `make clean setup`."
+    try:
+        import torch
+        import torchvision
+
+        torchvision.ops.nms(torch.tensor([[0.0, 0, 1, 1]]), torch.ones(1), 0.5)
+    except Exception as error:  # a broken build may raise anything
+        return Result("FAIL", f"cannot be used: {_line(error)}", mend)
+    versions = torch.__version__, torchvision.__version__
+    found = "torch {}, torchvision {}".format(*versions)
+    if len({version.partition("+")[2] for version in versions}) > 1:
+        return Result("FAIL", f"{found}: two different builds", mend)
+    return Result("ok", found)
+
+
+def run_mode() -> Result:
+    try:
+        setting = os.environ.get("WORKSHOP_MODE", "not set")
+        return Result("ok", f"{settings.mode()} (WORKSHOP_MODE is {setting})")
+    except ValueError as error:
+        return Result("FAIL", setting, str(error))
+
+
+def cores() -> Result:
+    usable = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))(0)
+    if len(usable) > 1:
+        return Result("ok", str(len(usable)))
+    return Result("warn", "1", "All lessons run, but two workers take turns on it.")
+
+
+def memory() -> Result:
+    import psutil
+
+    free = psutil.virtual_memory().available / 1e9
+    limit, used = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
+    if limit.exists() and limit.read_text().strip() != "max":  # of this container
+        free = min(free, (int(limit.read_text()) - int(used.read_text())) / 1e9)
+    if free >= MEMORY_GB:
+        return Result("ok", f"{free:.1f} GB free")
+    mend = f"The lessons with Ray need {MEMORY_GB} GB: close other programs."
+    return Result("FAIL", f"{free:.1f} GB free", mend)
+
+
+def disk() -> Result:
+    """Free disk where results go, and where Ray keeps its session."""
+    try:
+        folders = {settings.storage_path(), Path(os.environ.get("RAY_TMPDIR", "/tmp"))}
+    except OSError as error:
+        return Result("FAIL", "no place for results", str(error))
+    free = {f: shutil.disk_usage(f).free / 1e9 for f in sorted(folders) if f.exists()}
+    found = ", ".join(f"{gb:.1f} GB free in {folder}" for folder, gb in free.items())
+    if min(free.values()) >= DISK_GB:
+        return Result("ok", found)
+    mend = (
+        f"The lessons need {DISK_GB} GB: free some, or name a folder on another disk, "
+    )
+    return Result(
+        "FAIL", found, mend + "WORKSHOP_STORAGE for results, RAY_TMPDIR for Ray."
+    )
+
+
+def gpus() -> Result:
+    """GPUs, and whether this torch can compute on them."""
+    import torch
+
+    if torch.cuda.is_available():
+        devices = range(torch.cuda.device_count())
+        found = ", ".join(torch.cuda.get_device_name(number) for number in devices)
+        try:
+            for number in devices:
+                torch.ones(1, device=f"cuda:{number}").add(1).item()
+        except RuntimeError as error:
+            state = "warn" if settings.mode() == "smoke" else "FAIL"
+            mend = "Set WORKSHOP_MODE=smoke to use the CPU, or update the GPU's driver."
+            return Result(state, f"{found}: {_line(error)}", mend)
+        return Result("ok", found)
+    smi = shutil.which("nvidia-smi")
+    if not smi:
+        return Result("ok", "none: the lessons use the CPU")
+    query = [smi, "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    answer = subprocess.run(query, capture_output=True, text=True, timeout=20)
+    if answer.returncode:
+        why, mend = "nvidia-smi fails", "Repair the driver"
+    elif os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1"):
+        why, mend = "hidden by CUDA_VISIBLE_DEVICES", "Unset CUDA_VISIBLE_DEVICES"
+    elif torch.version.cuda is None:
+        why, mend = "this torch is built without CUDA", "Run `make clean setup`"
+    else:
+        why = f"torch is built for CUDA {torch.version.cuda} and cannot use this driver"
+        mend = f"Update the driver to one for CUDA {torch.version.cuda}"
+    found = "; ".join((answer.stdout + answer.stderr).strip().splitlines())
+    return Result("warn", f"{found}: {why}", f"{mend}; until then lessons use the CPU.")
+
+
+def compiler() -> Result:
+    """What DeepSpeed compiles its operator for CPUs with: C++20, ninja, Python.h."""
+    mend = "Part 3's DeepSpeed notebook needs it: install {} (so called on Ubuntu)."
+    cxx = shutil.which(os.environ.get("CXX", "c++"))
+    if not cxx:
+        return Result("FAIL", "no C++ compiler", mend.format("build-essential"))
+    scripts = sysconfig.get_path("scripts")  # `make` puts it on the PATH of notebooks
+    if not shutil.which("ninja", path=f"{scripts}{os.pathsep}{os.environ['PATH']}"):
+        return Result("FAIL", f"{cxx}, but no ninja", mend.format("ninja-build"))
+    compile_it = [cxx, "-std=c++20", "-fsyntax-only", "-x", "c++", "-"]
+    answer = subprocess.run(
+        [*compile_it, "-I", sysconfig.get_path("include")],
+        input="#include <concepts>\n#include <Python.h>\n",
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    if answer.returncode == 0:
+        return Result("ok", f"{cxx}, ninja and Python.h")
+    needed = "python{}.{}-dev and g++ 11 or later".format(*sys.version_info)
+    return Result("FAIL", answer.stderr.strip().splitlines()[0], mend.format(needed))
+
+
+def ray() -> Result:
+    """A Ray that runs on this machine already, whoever started it; not joined."""
+    import psutil
+
+    processes = [p.info for p in psutil.process_iter(["name", "username"])]
+    owners = {str(p["username"]) for p in processes if p["name"] == "raylet"}
+    if not owners:
+        return Result("ok", "none is running: the lessons start their own")
+    mend = "The lessons leave it alone and start another; RAY_ADDRESS=auto joins it."
+    return Result("warn", f"one of {', '.join(owners)} is running", mend)
+
+
+def network() -> Result:
+    """Whether the host of MNIST answers, through the proxies of the environment."""
+    answers = []
+
+    def ask() -> None:
+        request = urllib.request.Request(DATASET_URL, method="HEAD")
+        with contextlib.suppress(OSError):
+            answers.append(urllib.request.urlopen(request, timeout=2))
+
+    # In a thread, as a name server may take much longer than the timeout to say no.
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(timeout=3)
+    if answers:
+        return Result("ok", "MNIST, FashionMNIST and CIFAR-10 can be downloaded")
+    return Result("warn", "none", "The lessons run without: their data is shipped.")
+
+
+CHECKS = (python, packages, torch_build, run_mode, cores, memory, disk, gpus, compiler)
+CHECKS += (ray, network)
+
+
+def main() -> int:
+    """Print the table; 1 if a lesson cannot run."""
+    states = []
+    for check in CHECKS:
+        try:
+            result = check()
+        except Exception as error:  # one check that fails must not hide the others
+            result = Result("warn", f"cannot be checked: {_line(error)}")
+        states.append(result.state)
+        start = f"{result.state:<5} {check.__name__.replace('_', ' '):<12} "
+        _print(start, result.found)
+        _print(" " * len(start), result.mend)
+    failed = states.count("FAIL")
+    print(f"\n{failed} to mend before all lessons can run." if failed else "\nReady.")
+    return int(failed > 0)
+
+
+def _print(start: str, text: str) -> None:
+    indent = " " * len(start)
+    for line in textwrap.wrap(text, 96 - len(start)):
+        print(start + line)
+        start = indent
+
+
+def _key(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version))
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
