@@ -1,0 +1,146 @@
+"""The generator of image shards: deterministic, streams, survives an interruption."""
+
+import io
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from utils.shards import augment, encode_png, write_shards
+
+SMALL = {"image_size": 28, "rows_per_shard": 48}
+SIZE_GB = 2e-4  # five shards of SMALL
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.glob("*.parquet")}
+
+
+def test_the_size_is_reached_and_not_much_exceeded(tmp_path):
+    sizes = [path.stat().st_size for path in write_shards(tmp_path, SIZE_GB, **SMALL)]
+    assert sum(sizes[:-1]) < SIZE_GB * 1e9 <= sum(sizes)
+
+
+def test_rows_are_numbered_through_and_decode_to_digits(tmp_path):
+    paths = list(write_shards(tmp_path, SIZE_GB, **SMALL))
+    table = pa.concat_tables(pq.read_table(path) for path in paths)
+    assert table["id"].to_pylist() == list(range(48 * len(paths)))
+    assert set(table["label"].to_pylist()) == set(range(10))
+    for encoded in table["image"].to_pylist():
+        image = Image.open(io.BytesIO(encoded))
+        assert (image.format, image.mode, image.size) == ("PNG", "L", (28, 28))
+        assert np.asarray(image).std() > 20  # a digit on a dark ground, not only noise
+
+
+def test_a_linear_model_learns_the_labels(tmp_path):
+    """Labels belong to their images: a shuffled pairing would stay at 10%."""
+    paths = list(write_shards(tmp_path, 1e-3, **SMALL))
+    table = pa.concat_tables(pq.read_table(path) for path in paths)
+    pictures = [
+        np.asarray(Image.open(io.BytesIO(b))) for b in table["image"].to_pylist()
+    ]
+    x = torch.tensor(np.stack(pictures)).flatten(1) / 255
+    y = torch.tensor(table["label"].to_pylist())
+    model = torch.nn.Linear(784, 10)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(60):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x[:800]), y[:800]).backward()
+        optimizer.step()
+    assert (model(x[800:]).argmax(1) == y[800:]).float().mean() > 0.6
+
+
+def test_two_calls_write_the_same_bytes_and_splits_differ(tmp_path):
+    for name in ("a", "b"):
+        list(write_shards(tmp_path / name, SIZE_GB, **SMALL))
+    list(write_shards(tmp_path / "test", SIZE_GB, **SMALL, split="test"))
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+    assert not set(contents(tmp_path / "a").values()) & set(
+        contents(tmp_path / "test").values()
+    )
+
+
+def test_a_larger_dataset_begins_with_the_smaller_one(tmp_path):
+    small = list(write_shards(tmp_path, SIZE_GB / 2, **SMALL))
+    before = contents(tmp_path)
+    large = list(write_shards(tmp_path, SIZE_GB, **SMALL))
+    assert large[: len(small)] == small
+    assert len(large) > len(small)
+    assert before.items() <= contents(tmp_path).items()
+
+
+def test_it_streams_one_file_at_a_time(tmp_path):
+    shards = write_shards(tmp_path, SIZE_GB, **SMALL)
+    first = next(shards)
+    assert list(tmp_path.iterdir()) == [first]
+    assert pq.read_metadata(first).num_rows == 48
+    assert pq.read_metadata(first).num_row_groups == 2  # written in batches of 32
+
+
+def test_a_killed_writer_is_continued(tmp_path):
+    list(write_shards(tmp_path / "whole", 2e-3, **SMALL))
+    script = (
+        "import sys; from utils.shards import write_shards\n"
+        f"list(write_shards(sys.argv[1], 2e-3, **{SMALL}))"
+    )
+    folder = tmp_path / "killed"
+    writer = subprocess.Popen([sys.executable, "-c", script, str(folder)])
+    while len(contents(folder)) < 3:
+        time.sleep(0.001)
+    writer.send_signal(signal.SIGKILL)
+    writer.wait()
+    assert 3 <= len(contents(folder)) < len(contents(tmp_path / "whole"))
+    (folder / "shard-00040.tmp").write_bytes(b"half a file")  # not read, not in the way
+    list(write_shards(folder, 2e-3, **SMALL))
+    assert contents(folder) == contents(tmp_path / "whole")
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 70), st.integers(1, 70), st.integers(0, 2**31))
+def test_png_is_read_back_exactly(height, width, seed):
+    image = np.random.default_rng(seed).integers(0, 256, (height, width), np.uint8)
+    assert (np.asarray(Image.open(io.BytesIO(encode_png(image)))) == image).all()
+
+
+@pytest.mark.parametrize("size", [7, 28, 64, 100])
+def test_augment_gives_the_size_that_was_asked(size):
+    pictures = augment(torch.rand(3, 1, 28, 28), size, torch.Generator().manual_seed(0))
+    assert pictures.shape == (3, size, size)
+    assert pictures.dtype == torch.uint8
+
+
+@pytest.mark.parametrize("wrong", [{"size_gb": 0}, {"size_gb": 1, "image_size": -1}])
+def test_numbers_must_be_positive(tmp_path, wrong):
+    with pytest.raises(ValueError, match=r"is (0|-1), but must be positive"):
+        write_shards(tmp_path, **wrong)
+
+
+def test_other_arguments_in_the_same_folder_are_refused(tmp_path):
+    list(write_shards(tmp_path, SIZE_GB, **SMALL))
+    before = contents(tmp_path)
+    with pytest.raises(ValueError, match="written with other arguments: name another"):
+        write_shards(tmp_path, SIZE_GB, image_size=29, rows_per_shard=48)
+    assert contents(tmp_path) == before
+
+
+def test_a_disk_too_small_is_noticed_before_writing(tmp_path):
+    with pytest.raises(OSError, match=r"1e\+09 GB more do not fit.* ask for less"):
+        write_shards(tmp_path, 1e9, **SMALL)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        OSError, match=r"file/shards \(Not a directory\): name a folder"
+    ):
+        write_shards(tmp_path / "file" / "shards", SIZE_GB, **SMALL)
