@@ -1,4 +1,4 @@
-"""Surroundings of every test and compared notebook: CPU, one thread, own Ray, own folder."""
+"""What every test and compared notebook runs in: CPU, one thread, own Ray and folder."""
 
 import os
 import shutil

@@ -28,11 +28,17 @@ def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=32, help="per worker")
-    parser.add_argument("--lr", type=float, default=1e-3, help="of AdamW")
-    parser.add_argument("--dataset", default="digits", help=", ".join(datasets.DATASETS))
-    parser.add_argument("--checkpoint-dir", type=Path, help="save there after each epoch")
+    parser.add_argument("--lr", type=float, default=3e-4, help="of AdamW")
+    parser.add_argument(
+        "--dataset", default="digits", help=", ".join(datasets.DATASETS)
+    )
+    parser.add_argument(
+        "--checkpoint-dir", type=Path, help="save there after each epoch"
+    )
     parser.add_argument("--resume", action="store_true", help="from --checkpoint-dir")
-    parser.add_argument("--smoke-test", action="store_true", help="on CPU, also with GPUs")
+    parser.add_argument(
+        "--smoke-test", action="store_true", help="on CPU, also with GPUs"
+    )
     args = parser.parse_args()
     if args.smoke_test:
         os.environ["WORKSHOP_MODE"] = "smoke"
@@ -83,7 +89,9 @@ def load_checkpoint(path, model):
         state = torch.load(path, map_location="cpu", weights_only=True)
         model.load_state_dict(state["model"])
     except FileNotFoundError:
-        raise OSError(f"There is no {path} to resume from: leave out --resume.") from None
+        raise OSError(
+            f"There is no {path} to resume from: leave out --resume."
+        ) from None
     except Exception as error:
         reason = str(error).strip().splitlines()[-1].strip()
         raise ValueError(
@@ -103,7 +111,9 @@ def set_up(args):
                 "--nproc_per_node, or add --smoke-test to run on the CPU."
             )
         torch.cuda.set_device(device)
-    dist.init_process_group(settings.backend())  # reads RANK, WORLD_SIZE, MASTER_ADDR...
+    dist.init_process_group(
+        settings.backend()
+    )  # reads RANK, WORLD_SIZE, MASTER_ADDR...
     train_set = datasets.load(args.dataset, "train")
     test_set = datasets.load(args.dataset, "test")
     if len(train_set) < args.batch_size * dist.get_world_size():
@@ -131,6 +141,17 @@ def set_up(args):
     return device, train_set, test_set, model, state, path
 
 
+def train_epoch(model, optimizer, train_loader, device):
+    """One pass over this rank's share of the images; the mean loss of all ranks."""
+    losses = []
+    for images, labels in train_loader:
+        images, labels = images.to(device), labels.to(device)
+        losses.append(train_step(model, optimizer, images, labels))
+    loss = torch.stack(losses).mean()
+    dist.all_reduce(loss)  # sum over all ranks, which saw different images
+    return loss.item() / dist.get_world_size()
+
+
 def train(args, device, train_set, test_set, model, state, path):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     sampler = DistributedSampler(train_set, shuffle=True)
@@ -152,17 +173,13 @@ def train(args, device, train_set, test_set, model, state, path):
     for epoch in range(first_epoch, args.epochs):
         start = time.perf_counter()
         sampler.set_epoch(epoch)  # another order in every epoch
-        losses = []
-        for images, labels in train_loader:
-            images, labels = images.to(device), labels.to(device)
-            losses.append(train_step(model, optimizer, images, labels))
-        loss = torch.stack(losses).mean()
-        dist.all_reduce(loss)  # every rank saw other images: report the mean of all
+        loss = train_epoch(model, optimizer, train_loader, device)
         accuracy = evaluate(model.module, test_set, rank, world_size, device)
         if rank == 0:
+            seconds = time.perf_counter() - start
             print(
-                f"epoch {epoch + 1}/{args.epochs}: loss {loss.item() / world_size:.3f}, "
-                f"test accuracy {accuracy:.1%}, {time.perf_counter() - start:.1f} s",
+                f"epoch {epoch + 1}/{args.epochs}: loss {loss:.3f}, "
+                f"test accuracy {accuracy:.1%}, {seconds:.1f} s",
                 flush=True,
             )
         if rank == 0 and path:

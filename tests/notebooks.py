@@ -1,7 +1,7 @@
 """Find, execute, record and link the notebooks.
 
-    python -m tests.notebooks tour                     # execute copies, print what was proved
-    python -m tests.notebooks record [NOTEBOOK ...]    # execute in place, save outputs
+python -m tests.notebooks tour                     # execute copies, print what was proved
+python -m tests.notebooks record [NOTEBOOK ...]    # execute in place, save outputs
 """
 
 import argparse
@@ -58,7 +58,9 @@ def navigation(path: Path) -> str:
     here = notebooks.index(path)
     links = ["[Contents](../README.md)"]
     if here > 0:
-        links.insert(0, f"[← {title(notebooks[here - 1])}]({_link(notebooks[here - 1])})")
+        links.insert(
+            0, f"[← {title(notebooks[here - 1])}]({_link(notebooks[here - 1])})"
+        )
     if here + 1 < len(notebooks):
         links.append(f"[{title(notebooks[here + 1])} →]({_link(notebooks[here + 1])})")
     return "<!-- navigation -->" + " | ".join(links)
@@ -166,7 +168,9 @@ def tour(paths: list[Path]) -> int:
         for number, line in enumerate(proved or ["-"]):
             start = f"{name:<52} {seconds:>7.0f}" if number == 0 else " " * 60
             print(f"{start}  {line}")
-    print("\n".join(failures) or f"\nExecuted copies are in {build.relative_to(ROOT)}/.")
+    print(
+        "\n".join(failures) or f"\nExecuted copies are in {build.relative_to(ROOT)}/."
+    )
     return bool(failures)
 
 

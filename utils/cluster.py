@@ -13,6 +13,8 @@ _ENVIRONMENT = {
     # How often the controller polls its workers; at the default of 2 s every report and
     # the end of a fit wait for the next poll. Measured: 4 s less per fit on 2 cores.
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
+    # Ray Train would log every print of a worker a second time.
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
 }
 for _name, _value in _ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
@@ -76,12 +78,16 @@ def check_fits(num_workers: int, resources_per_worker: dict[str, float]) -> None
     needed = {name: n for name, n in resources_per_worker.items() if n > 0}
     nodes = [node["Resources"] for node in _alive_nodes()]
     room = sum(
-        min((int(node.get(name, 0) / n) for name, n in needed.items()), default=num_workers)
+        min(
+            (int(node.get(name, 0) / n) for name, n in needed.items()),
+            default=num_workers,
+        )
         for node in nodes
     )
     if room < num_workers:
         there = "; ".join(
-            ", ".join(f"{node.get(name, 0):g} {name}" for name in needed) for node in nodes
+            ", ".join(f"{node.get(name, 0):g} {name}" for name in needed)
+            for node in nodes
         )
         asked = ", ".join(f"{n:g} {name}" for name, n in needed.items())
         raise RuntimeError(
@@ -93,22 +99,22 @@ def check_fits(num_workers: int, resources_per_worker: dict[str, float]) -> None
 
 def _connect(num_workers: int, resources: dict[str, float], options: dict) -> str:
     """Start or join Ray; return the address of its dashboard."""
-    address = os.environ.get("RAY_ADDRESS") or ("auto" if _is_autoscaling() else "local")
+    address = os.environ.get("RAY_ADDRESS") or (
+        "auto" if _is_autoscaling() else "local"
+    )
+    defaults = {
+        "address": address,
+        "runtime_env": {"py_modules": [str(Path(__file__).parent)]},
+        "logging_level": logging.ERROR,
+        "log_to_driver": False,
+    }
     if address == "local":
         cpus = num_workers * resources.get("CPU", 0) + SPARE_CPUS
-        options = {
-            "num_cpus": max(os.cpu_count(), int(cpus)),
-            "include_dashboard": True,
-            "dashboard_host": "127.0.0.1",  # the dashboard runs code for whoever opens it
-        } | options
+        defaults["num_cpus"] = max(os.cpu_count(), int(cpus))
+        defaults["dashboard_host"] = "127.0.0.1"  # it runs code for whoever opens it
+        defaults["include_dashboard"] = True
     try:
-        context = ray.init(
-            address=address,
-            runtime_env={"py_modules": [str(Path(__file__).parent)]},
-            logging_level=logging.ERROR,
-            log_to_driver=False,
-            **options,
-        )
+        context = ray.init(**defaults | options)
     except ConnectionError:
         raise ConnectionError(
             f"No Ray cluster answers at RAY_ADDRESS={address}: start it, correct the "
@@ -134,4 +140,3 @@ def _is_autoscaling() -> bool:
 
 def _alive_nodes() -> list[dict]:
     return [node for node in ray.nodes() if node["Alive"]]
-

@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# Launch train_ddp.py on several nodes: one torchrun per node, all given the same rendezvous.
+#
+#   ./launch_multinode_ddp.sh --epochs 3                        two "nodes" on this machine
+#   HOSTS="gpu1 gpu2" ./launch_multinode_ddp.sh --epochs 3      one torchrun per host, over ssh
+#
+# The arguments go to train_ddp.py. More by environment variables:
+#   NPROC_PER_NODE   workers per node (default 1)
+#   MASTER_PORT      the rendezvous port, on the first host (default 29500)
+#   REMOTE_DIR       where this folder is on the hosts (default: the same path as here)
+#   TORCHRUN         torchrun's path on the hosts (default: torchrun)
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+
+read -r -a hosts <<<"${HOSTS:-}"
+nproc=${NPROC_PER_NODE:-1}
+port=${MASTER_PORT:-29500}
+torchrun=${TORCHRUN:-torchrun}
+nodes=${#hosts[@]}
+master=${hosts[0]:-127.0.0.1}
+if [ "$nodes" -eq 0 ]; then
+  nodes=2
+  if (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; then
+    echo "Port $port is in use: set MASTER_PORT to a free one." >&2
+    exit 1
+  fi
+fi
+
+launch() { # node_rank: start torchrun there
+  local command=("$torchrun" --nnodes="$nodes" --node_rank="$1" --nproc_per_node="$nproc"
+    --master_addr="$master" --master_port="$port" train_ddp.py "${arguments[@]}")
+  if [ "${#hosts[@]}" -eq 0 ]; then
+    "${command[@]}"
+  else
+    # %q quotes each word for the other shell; with -tt, what runs there ends with ssh.
+    ssh -ttn -o BatchMode=yes "${hosts[$1]}" \
+      "cd $(printf '%q' "${REMOTE_DIR:-$PWD}") && OMP_NUM_THREADS=1 $(printf '%q ' "${command[@]}")"
+  fi
+}
+
+arguments=("$@")
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+pids=()
+for ((node = 0; node < nodes; node++)); do
+  launch "$node" &
+  pids+=($!)
+done
+trap 'kill "${pids[@]}" 2>/dev/null' INT TERM
+
+# A node that fails leaves the others waiting for it: end them with it.
+status=0
+for ((node = 0; node < nodes; node++)); do
+  wait -n || { status=$?; kill "${pids[@]}" 2>/dev/null || true; }
+done
+exit "$status"

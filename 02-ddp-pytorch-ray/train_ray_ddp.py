@@ -1,0 +1,211 @@
+"""Train ResNet-18 on images with DistributedDataParallel, started by Ray Train.
+
+    python train_ray_ddp.py --num-workers 4 --epochs 3
+
+Runs on GPUs where there are any, else on CPUs, on this machine or on the cluster that
+RAY_ADDRESS names.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import ray.train
+import torch
+import torch.distributed as dist
+from ray.train import Checkpoint, CheckpointConfig, RunConfig, ScalingConfig
+from ray.train.torch import (
+    TorchTrainer,
+    get_device,
+    prepare_data_loader,
+    prepare_model,
+)
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Subset
+
+from utils import datasets, settings
+from utils.cluster import start_ray
+from utils.models import resnet18
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--num-workers", type=int, default=settings.num_workers())
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--batch-size", type=int, default=32, help="per worker")
+    parser.add_argument("--lr", type=float, default=3e-4, help="of AdamW")
+    parser.add_argument(
+        "--dataset", default="digits", help=", ".join(datasets.DATASETS)
+    )
+    parser.add_argument(
+        "--checkpoint-dir", type=Path, help="save there after each epoch"
+    )
+    parser.add_argument("--resume", action="store_true", help="from --checkpoint-dir")
+    parser.add_argument(
+        "--smoke-test", action="store_true", help="on CPU, also with GPUs"
+    )
+    args = parser.parse_args()
+    if args.smoke_test:
+        os.environ["WORKSHOP_MODE"] = "smoke"
+    return args
+
+
+def train_step(model, optimizer, images, labels):
+    """One step on this rank's share of the batch; returns the loss of that share."""
+    loss = F.cross_entropy(model(images), labels)
+    optimizer.zero_grad()
+    loss.backward()  # DDP averages the gradients over all ranks in here
+    optimizer.step()
+    return loss.detach()
+
+
+@torch.no_grad()
+def evaluate(model, test_set, rank, world_size, device):
+    """Accuracy over all test images, each counted once, the same on every rank."""
+    model.eval()
+    mine = Subset(test_set, range(rank, len(test_set), world_size))  # nothing padded
+    counts = torch.zeros(2, device=device)  # correct, all
+    for images, labels in DataLoader(mine, batch_size=256):
+        correct = model(images.to(device)).argmax(dim=1) == labels.to(device)
+        counts += torch.tensor([correct.sum(), len(labels)], device=device)
+    dist.all_reduce(counts)  # sum over all ranks
+    model.train()
+    return (counts[0] / counts[1]).item()
+
+
+def load_latest(model):
+    """Load the run's latest checkpoint, if any; returns it, and the epoch to start at."""
+    checkpoint = ray.train.get_checkpoint()  # after a failure, or of a resumed run
+    if not checkpoint:
+        return None, 0
+    try:
+        with checkpoint.as_directory() as folder:
+            path = Path(folder, "checkpoint.pt")
+            state = torch.load(path, map_location="cpu", weights_only=True)
+        model.load_state_dict(state["model"])
+    except Exception as error:
+        reason = str(error).strip().splitlines()[-1].strip()
+        raise ValueError(
+            f"The checkpoint {checkpoint.path} is damaged or of another model "
+            f"({reason}): name another folder, or start without --resume."
+        ) from None
+    return state, state["epoch"] + 1
+
+
+def train_epoch(model, optimizer, train_loader):
+    """One pass over this rank's share of the images; the mean loss of all ranks."""
+    losses = []
+    for images, labels in train_loader:
+        losses.append(train_step(model, optimizer, images, labels))
+    loss = torch.stack(losses).mean()
+    dist.all_reduce(loss)  # sum over all ranks, which saw different images
+    return loss.item() / dist.get_world_size()
+
+
+def report(model, optimizer, metrics):
+    """Report to Ray Train: the metrics of every rank, with a checkpoint from rank 0."""
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = None
+        if dist.get_rank() == 0:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save(state | metrics, Path(folder, "checkpoint.pt"))
+            checkpoint = Checkpoint.from_directory(folder)
+        ray.train.report(metrics, checkpoint=checkpoint)  # waits for all ranks
+
+
+def train_fn(config):
+    """What every worker runs, in a process group that Ray has set up."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    train_set = datasets.load(config["dataset"], "train")
+    test_set = datasets.load(config["dataset"], "test")
+    train_loader = DataLoader(
+        train_set, batch_size=config["batch_size"], shuffle=True, drop_last=True
+    )
+    train_loader = prepare_data_loader(train_loader)  # adds the DistributedSampler
+    torch.manual_seed(0)
+    model = resnet18(in_channels=train_set[0][0].shape[0])
+    state, first_epoch = load_latest(model)
+    wrapped = prepare_model(  # moves it to the device and wraps it with DDP
+        model, parallel_strategy_kwargs={"gradient_as_bucket_view": True}
+    )
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=config["lr"], fused=True)
+    if state:
+        optimizer.load_state_dict(state["optimizer"])
+
+    history = []
+    for epoch in range(first_epoch, config["epochs"]):
+        if world_size > 1:
+            train_loader.sampler.set_epoch(epoch)  # another order in every epoch
+        loss = train_epoch(wrapped, optimizer, train_loader)
+        accuracy = evaluate(model, test_set, rank, world_size, get_device())
+        history.append({"epoch": epoch, "loss": loss, "accuracy": accuracy})
+        if rank == 0:
+            print(f"epoch {epoch + 1}: loss {loss:.3f}, test accuracy {accuracy:.1%}")
+        report(model, optimizer, history[-1])
+    return history
+
+
+def find_run(args):
+    """Name and folder of this run: Ray resumes a run that has both in common with it."""
+    if args.dataset not in datasets.DATASETS:
+        datasets.load(args.dataset)  # says which there are
+    name, folder = "train_ray_ddp", args.checkpoint_dir
+    if not folder:
+        if args.resume:
+            raise ValueError(
+                "--resume needs --checkpoint-dir: say where to resume from."
+            )
+        return f"{name}_{time.strftime('%Y-%m-%d_%H-%M-%S')}", settings.storage_path()
+    folder = folder.absolute()
+    exists = (folder / name).exists()
+    if args.resume and not exists:
+        raise OSError(f"There is no run in {folder} to resume: leave out --resume.")
+    if exists and not args.resume:
+        raise ValueError(
+            f"{folder} holds an earlier run: add --resume to go on from it, or name "
+            "another folder."
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise OSError(
+            f"The folder {folder} cannot be written to ({error.strerror}): name another."
+        ) from None
+    return name, folder
+
+
+def main():
+    args = parse_args()
+    try:
+        name, folder = find_run(args)
+        start_ray(args.num_workers, log_to_driver=True)
+    except (ValueError, OSError, RuntimeError) as problem:
+        sys.exit(f"train_ray_ddp.py: {problem}")
+    trainer = TorchTrainer(
+        train_fn,
+        train_loop_config=vars(args),
+        scaling_config=ScalingConfig(
+            num_workers=args.num_workers, use_gpu=settings.device().type == "cuda"
+        ),
+        run_config=RunConfig(
+            name=name,
+            storage_path=str(folder),
+            checkpoint_config=CheckpointConfig(num_to_keep=1),
+        ),
+    )
+    try:
+        result = trainer.fit()
+    except ray.train.TrainingFailedError as failure:
+        for error in getattr(failure, "worker_failures", {}).values():
+            if isinstance(error, (ValueError, OSError)):  # says what to mend
+                sys.exit(f"train_ray_ddp.py: {error}")
+        raise
+    print(f"Trained. The last checkpoint is in {result.checkpoint.path}")
+
+
+if __name__ == "__main__":
+    main()
