@@ -1,9 +1,10 @@
-"""What the ranks send each other: collectives and bytes counted, beside the formulas."""
+"""What ranks send each other: collectives and bytes counted, beside the formulas."""
 
 from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -18,6 +19,17 @@ class Comms:
 
     calls: Counter = field(default_factory=Counter)
     payload: Counter = field(default_factory=Counter)
+
+    def sent(self, world_size: int) -> float:
+        """Bytes that each rank sent, if every collective runs over a ring.
+
+        The payload is measured; what a ring makes of it is `RING`. In a broadcast or a
+        reduce the ranks send unequal amounts: there it is the mean over the ranks.
+
+        Raises:
+            KeyError: a collective was counted that has no entry in `RING`.
+        """
+        return sum(RING[name](world_size) * n for name, n in self.payload.items())
 
 
 class count_comms(TorchDispatchMode):
@@ -38,10 +50,14 @@ class count_comms(TorchDispatchMode):
         return self.comms
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # DTensor first: then we see what it sends
         namespace, name = func._schema.name.split("::")
-        if namespace in ("c10d", "_c10d_functional") and name not in _NOT_SENDING:
-            tensors = [x for x in tree_leaves(_sent(name, args)) if _is_tensor(x)]
-            short = name.replace("_", "").removesuffix("base").removesuffix("coalesced")
+        joined = name.replace("_", "")
+        short = next((kind for kind in RING if joined.startswith(kind)), None)
+        if namespace in ("c10d", "_c10d_functional") and short:
+            handed_in = _sent(namespace, short, args)
+            tensors = [x for x in tree_leaves(handed_in) if _is_tensor(x)]
             self.comms.calls[short] += 1
             self.comms.payload[short] += sum(t.numel() * t.itemsize for t in tensors)
         return func(*args, **(kwargs or {}))
@@ -59,13 +75,57 @@ def allreduce_bytes(payload: int, world_size: int) -> float:
     return 2 * (world_size - 1) / world_size * payload
 
 
-_NOT_SENDING = ("wait_tensor", "barrier", "monitored_barrier_")
-# Collectives whose first argument is where the result goes; the second is what is sent.
-_OUTPUT_FIRST = ("allgather", "_allgather_base", "reduce_scatter", "_reduce_scatter_base")
+def _share(world_size: int) -> float:
+    return (world_size - 1) / world_size
 
 
-def _sent(name: str, args: tuple):
-    return args[1] if name.rstrip("_") in _OUTPUT_FIRST else args[0]
+# Bytes that a ring sends per rank, in units of the payload: of an all-gather that is
+# one shard, of all others the whole tensor. The first name that fits counts.
+RING = {
+    "allreduce": lambda n: 2 * _share(n),
+    "allgather": lambda n: n - 1,
+    "reducescatter": _share,
+    "broadcast": _share,
+    "reduce": _share,
+    "alltoall": _share,
+    "scatter": _share,
+    "gather": _share,
+    "send": lambda n: 1,
+}
+# How often a strategy moves all parameters (or gradients) past a rank in one step.
+# A reduce-scatter or an all-gather is one pass, an all-reduce is both.
+PASSES = {
+    "ddp": 2,  # all-reduce gradients
+    "zero1": 2,  # reduce gradients to their owners, all-gather parameters
+    "zero2": 2,
+    "zero3": 3,  # all-gather for forward and again for backward, reduce-scatter
+    "fsdp2": 3,
+    "fsdp2-keep": 2,  # reshard_after_forward=False: gathered once
+}
+
+
+def predict(strategy: str, parameter_bytes: int, world_size: int) -> float:
+    """Bytes each rank sends per step: passes times (N - 1) / N times the parameters.
+
+    `strategy` is a key of `PASSES`; gradients are taken to have the parameters' type.
+    Left out: a few bytes per step for the loss and the gradient norm.
+
+    Source: Rajbhandari et al. 2020, "ZeRO", section 7 (arXiv 1910.02054).
+
+    Raises:
+        ValueError: there is no such strategy.
+    """
+    if strategy not in PASSES:
+        raise ValueError(f"No strategy {strategy!r}: choose from {', '.join(PASSES)}.")
+    return PASSES[strategy] * _share(world_size) * parameter_bytes
+
+
+# Of c10d these take the tensor for the result first, and what is sent second.
+_OUTPUT_FIRST = ("allgather", "reducescatter", "alltoall", "scatter", "gather")
+
+
+def _sent(namespace: str, kind: str, args: tuple):
+    return args[1 if namespace == "c10d" and kind in _OUTPUT_FIRST else 0]
 
 
 def _is_tensor(x) -> bool:

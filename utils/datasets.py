@@ -1,11 +1,13 @@
-"""The datasets that the lessons train on: digits that ship with the workshop, and more.
+"""The datasets that the lessons train on: digits and text that ship with it, and more.
 
-Every dataset is a torch Dataset of pairs (image, label): image a float32 tensor of shape
-[channels, height, width] with values from 0 to 1, label an integer from 0 to 9.
+Every image dataset is a torch Dataset of pairs (image, label): image a float32 tensor of
+shape [channels, height, width] with values from 0 to 1, label an integer from 0 to 9.
+Text is a Dataset of pairs (tokens, the tokens that follow them).
 """
 
 import hashlib
 import io
+import lzma
 import os
 from pathlib import Path
 
@@ -21,6 +23,9 @@ from utils.settings import storage_path
 
 DIGITS_FILE = Path(__file__).parent / "data" / "digits.npz"
 DIGITS_SHA256 = "b2dab7b501728c22e9119ad76740b2e17c77a231e42d1e592380d90886f1a05e"
+
+TEXT_FILE = Path(__file__).parent / "data" / "python_topics.txt.xz"
+TEXT_SHA256 = "ea19723be49a25e432d8272fa5e3b3dbb3e66912c4344e5bc7c6b69eabfbbe29"
 
 
 def digits(split: str = "train") -> TensorDataset:
@@ -38,7 +43,9 @@ def digits(split: str = "train") -> TensorDataset:
     """
     _check_split(split)
     with np.load(io.BytesIO(_read_verified(DIGITS_FILE, DIGITS_SHA256))) as file:
-        images = torch.from_numpy(file["images"]).float()[:, None] / 16  # [1797, 1, 8, 8]
+        images = (
+            torch.from_numpy(file["images"]).float()[:, None] / 16
+        )  # [1797, 1, 8, 8]
         labels = torch.from_numpy(file["labels"]).long()
     is_test = torch.arange(len(labels)) % 5 == 0
     chosen = is_test if split == "test" else ~is_test
@@ -66,6 +73,44 @@ def fashion_mnist(split: str = "train") -> Dataset:
 def cifar10(split: str = "train") -> Dataset:
     """CIFAR-10, 50,000 and 10,000 images of shape [3, 32, 32], otherwise like `mnist`."""
     return _from_torchvision(tv.CIFAR10, split)
+
+
+def text(
+    split: str = "train", block_size: int = 64, path: str | Path | None = None
+) -> TensorDataset:
+    """Text to predict byte by byte: Python's own `help()` topics, or the file `path`.
+
+    Pairs (inputs, targets), both int64 of shape [block_size] with
+    values from 0 to 255: targets are the inputs moved on by one byte. The last tenth of
+    the text is the test split.
+
+    Source: `pydoc_data.topics` of CPython 3.11.7, 466,273 bytes (PSF licence).
+
+    Raises:
+        ValueError: `split` is neither "train" nor "test", or the text is too short.
+        OSError: the file cannot be read, or the shipped one is not the expected one.
+    """
+    _check_split(split)
+    if path is None:
+        raw = lzma.decompress(_read_verified(TEXT_FILE, TEXT_SHA256))
+    else:
+        try:
+            raw = Path(path).read_bytes()
+        except OSError as error:
+            raise OSError(
+                f"The text {path} cannot be read ({error.strerror}): name a text file."
+            ) from None
+    boundary = len(raw) - len(raw) // 10
+    raw = raw[:boundary] if split == "train" else raw[boundary:]
+    blocks = (len(raw) - 1) // block_size
+    if blocks < 1:
+        raise ValueError(
+            f"The {split} split has {len(raw)} bytes, too few for one block of "
+            f"{block_size}: name a longer text, or lower block_size."
+        )
+    tokens = torch.frombuffer(bytearray(raw), dtype=torch.uint8).long()
+    inputs, targets = tokens[: blocks * block_size], tokens[1 : blocks * block_size + 1]
+    return TensorDataset(inputs.view(blocks, -1), targets.view(blocks, -1))
 
 
 DATASETS = {f.__name__: f for f in (digits, mnist, fashion_mnist, cifar10)}
@@ -134,7 +179,7 @@ def _try(open_dataset) -> str | None:
     try:
         open_dataset(download=True)
     except (OSError, RuntimeError) as error:  # URLError is an OSError
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"
     return None
 
 

@@ -1,8 +1,11 @@
 """The models that every lesson trains."""
 
+from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import nn
+from torch.nn import functional as F
 from torchvision.models import resnet18 as torchvision_resnet18
 
 NORMS = {"group": partial(nn.GroupNorm, 32), "batch": nn.BatchNorm2d}
@@ -31,3 +34,108 @@ def resnet18(num_classes: int = 10, in_channels: int = 1, norm: str = "group"):
     )
     nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
     return model
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """Shape of a `GPT`: vocabulary in tokens, block size (longest text) in tokens."""
+
+    vocab_size: int = 256  # one token per byte of text
+    block_size: int = 64
+    layers: int = 4
+    heads: int = 4
+    width: int = 64
+
+
+SMOKE = GPTConfig()  # 0.24 million parameters
+# 163 million parameters: GPT-2's 124 million, and an output layer of its own.
+GPT2_124M = GPTConfig(vocab_size=50257, block_size=1024, layers=12, heads=12, width=768)
+
+
+class Block(nn.Module):
+    """One layer: every token looks at the tokens before it, then thinks by itself."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        width, self.heads = config.width, config.heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x):  # [batch, time, width]
+        x = x + self.attend(self.norm1(x))
+        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+
+    def attend(self, x):
+        batch, time, width = x.shape
+        qkv = self.qkv(x).view(batch, time, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [batch, heads, time, width / heads]
+        # is_causal instead of a mask: a buffer would be lost by an init on "meta"
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(batch, time, width))
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer in the shape of GPT-2, with random weights.
+
+    Takes tokens, integers of shape [batch, time] with time up to `config.block_size`,
+    and returns logits of shape [batch, time, vocab_size]. A layer norm comes before
+    each part of a layer; the output layer has weights of its own, because FSDP2 cannot
+    put one tensor into two groups.
+
+    Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
+
+    Raises:
+        ValueError: the width is not a multiple of the number of heads, or an input is
+            longer than the block size.
+    """
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        if config.width % config.heads:
+            raise ValueError(
+                f"The width is {config.width}, which {config.heads} heads cannot share "
+                "equally: choose a multiple of the number of heads."
+            )
+        self.config = config
+        self.tokens = nn.Embedding(config.vocab_size, config.width)
+        self.positions = nn.Embedding(config.block_size, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+        self.head = nn.Linear(config.width, config.vocab_size, bias=False)
+        if self.head.weight.device.type != "meta":
+            self.init_weights()
+
+    def init_weights(self):
+        """Fill every parameter; call it after a model of device "meta" got memory."""
+        for module in self.modules():
+            if isinstance(module, nn.LayerNorm):
+                module.reset_parameters()
+            elif isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, std=0.02)
+                if getattr(module, "bias", None) is not None:
+                    nn.init.zeros_(module.bias)
+
+    def forward(self, tokens):  # [batch, time] -> [batch, time, vocab_size]
+        time = tokens.shape[1]
+        if time > self.config.block_size:
+            raise ValueError(
+                f"The text has {time} tokens, but this GPT reads at most "
+                f"{self.config.block_size}: cut it, or choose a larger block_size."
+            )
+        places = torch.arange(time, device=tokens.device)
+        x = self.tokens(tokens) + self.positions(places)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+@torch.no_grad()
+def generate(model: nn.Module, tokens: torch.Tensor, steps: int) -> torch.Tensor:
+    """`tokens`, shape [batch, time], and `steps` more, each the most likely one."""
+    for _ in range(steps):
+        logits = model(tokens[:, -model.config.block_size :])[:, -1]
+        tokens = torch.cat([tokens, logits.argmax(dim=-1, keepdim=True)], dim=1)
+    return tokens

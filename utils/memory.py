@@ -1,0 +1,172 @@
+"""Where memory goes: bytes of state measured per rank, beside the ZeRO formulas."""
+
+import weakref
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class State(NamedTuple):
+    """Bytes of parameters, gradients and optimizer state."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+
+# Bytes per parameter with Adam, which keeps two averages. All in fp32: 16.
+FP32 = State(4, 4, 8)
+# Mixed precision as in the ZeRO paper: 16-bit parameters and gradients; the optimizer
+# keeps its averages and a master copy of the parameters in fp32. Also 16.
+MIXED = State(2, 2, 12)
+# FSDP2's mixed precision stores everything in fp32 and only computes in 16 bit: FP32.
+# DeepSpeed keeps a master copy also where parameters are fp32 already: 20.
+DEEPSPEED_FP32 = State(4, 4, 12)
+# DeepSpeed's estimators assume mixed precision with gradients kept in fp32: 18.
+DEEPSPEED_ESTIMATE = State(2, 4, 12)
+# The ZeRO stage from which on each part is divided by the number of ranks.
+SHARDED_FROM = State(parameters=3, gradients=2, optimizer=1)
+
+
+def predict(
+    parameters: int, world_size: int, stage: int, per_parameter: State = FP32
+) -> State:
+    """Bytes of state on each rank by the formulas of the ZeRO paper.
+
+    Stage 0 is data parallelism (DDP): every rank holds everything. Stage 1 divides the
+    optimizer state by the number of ranks, stage 2 also the gradients, stage 3 (and
+    FSDP2) also the parameters. Left out are padding, the group of parameters that is
+    gathered at the moment, communication buffers and activations.
+
+    Source: Rajbhandari et al. 2020, "ZeRO", section 5 (arXiv 1910.02054).
+
+    Raises:
+        ValueError: the stage is not 0, 1, 2 or 3.
+    """
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"The ZeRO stage is {stage}, but must be 0, 1, 2 or 3.")
+    return State(
+        *(
+            parameters * each / (world_size if stage >= sharded_from else 1)
+            for each, sharded_from in zip(per_parameter, SHARDED_FROM)
+        )
+    )
+
+
+def local_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
+    """Bytes of tensors on this rank; of a DTensor, its local shard counts."""
+    local = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
+    return sum(t.numel() * t.itemsize for t in local if t is not None)
+
+
+def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
+    """Bytes of state that this rank holds for a model on one device, DDP or FSDP2.
+
+    Adam's step counters, 4 bytes per tensor, are left out: `predict` has none. Call it
+    between `backward` and `zero_grad`, when all three parts exist.
+    """
+    parameters = list(model.parameters())
+    return State(
+        local_bytes(parameters),
+        local_bytes(p.grad for p in parameters),
+        local_bytes(_moments(optimizer)),
+    )
+
+
+def zero_state_bytes(engine) -> State:
+    """Bytes of state that this rank holds for a DeepSpeed engine, its partition.
+
+    Call it between `backward` and `step`. The optimizer's part contains the fp32 master
+    copy of the parameters, which stages 1 to 3 keep also where the model is fp32.
+    """
+    outer = engine.optimizer
+    parameters = list(engine.module.parameters())
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    for name in ("averaged_gradients", "all_grad_tensors"):
+        for partition in getattr(outer, name, {}).values():
+            gradients += partition or []
+    masters = [
+        *getattr(outer, "single_partition_of_fp32_groups", []),
+        *getattr(outer, "fp32_partitioned_groups_flat", []),
+    ]
+    inner = getattr(outer, "optimizer", outer)
+    return State(
+        local_bytes(getattr(p, "ds_tensor", p) for p in parameters),
+        local_bytes({t.data_ptr(): t for t in gradients}.values()),
+        local_bytes([*_moments(inner), *masters]),
+    )
+
+
+class count_memory(TorchDispatchMode):
+    """Follow the bytes of all tensors that this process makes in a `with` block.
+
+    `live` is what exists now, `peak` the most there was; what existed before the block
+    is not counted. On a GPU, `torch.cuda.max_memory_allocated` says the same and also
+    sees the work space of kernels. Works on fake tensors, which hold no memory, too.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._sizes: dict[int, int] = {}
+
+    def __enter__(self):
+        # FSDP2 frees and regrows its buffers in place, which is no operation of torch.
+        self._resize = torch.UntypedStorage.resize_
+        counter = self
+
+        def resize(storage, size):
+            result = counter._resize(storage, size)
+            counter._update(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = resize
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        torch.UntypedStorage.resize_ = self._resize
+        return super().__exit__(*error)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # DTensor first: then we see what it does locally
+        seen = {id(t.untyped_storage()) for t in _tensors((args, kwargs))}
+        result = func(*args, **(kwargs or {}))
+        for tensor in _tensors(result):
+            storage = tensor.untyped_storage()
+            if id(storage) not in seen and id(storage) not in self._sizes:
+                self._sizes[id(storage)] = 0
+                weakref.finalize(storage, self._forget, id(storage))
+                self._update(storage)
+        return result
+
+    def _update(self, storage) -> None:
+        if id(storage) in self._sizes:
+            self.live += storage.nbytes() - self._sizes[id(storage)]
+            self._sizes[id(storage)] = storage.nbytes()
+            self.peak = max(self.peak, self.live)
+
+    def _forget(self, key: int) -> None:
+        self.live -= self._sizes.pop(key)
+
+
+def _moments(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [
+        t
+        for state in optimizer.state.values()
+        for name, t in state.items()
+        if isinstance(t, torch.Tensor) and name != "step"
+    ]
+
+
+def _tensors(tree) -> list[torch.Tensor]:
+    return [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor)]
