@@ -92,11 +92,11 @@ def _run_rank(payload: bytes, env: dict[str, str], sender) -> None:
     os.environ.update(env)
     try:
         function, args = cloudpickle.loads(payload)
-        message = (True, function(*args))
+        message = cloudpickle.dumps((True, function(*args)))
     except Exception as error:
         summary = traceback.format_exception_only(error)[-1].strip()
-        message = (False, (summary, traceback.format_exc()))
-    sender.send_bytes(cloudpickle.dumps(message))
+        message = cloudpickle.dumps((False, (summary, traceback.format_exc())))
+    sender.send_bytes(message)
 
 
 def _free_port() -> int:

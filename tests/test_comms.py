@@ -1,0 +1,148 @@
+"""Collectives and bytes, counted for tensors of known sizes, and for DDP."""
+
+import gc
+
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from utils import comms
+from utils.launch import run_ranks
+from utils.models import resnet18
+
+N = 2  # ranks
+
+
+def zeros(n, dtype=torch.float32):
+    return torch.zeros(n, dtype=dtype)
+
+
+# what it is, the name it is counted by, bytes that a rank hands in, the call
+COLLECTIVES = [
+    ("float32", "allreduce", 40, lambda: dist.all_reduce(zeros(10))),
+    ("float64", "allreduce", 80, lambda: dist.all_reduce(zeros(10, torch.float64))),
+    ("from 0", "broadcast", 12, lambda: dist.broadcast(zeros(3), src=0)),
+    ("list", "allgather", 20, lambda: dist.all_gather([zeros(5)] * N, zeros(5))),
+    (
+        "tensor",
+        "allgather",
+        20,
+        lambda: dist.all_gather_into_tensor(zeros(5 * N), zeros(5)),
+    ),
+    (
+        "list",
+        "reducescatter",
+        40,
+        lambda: dist.reduce_scatter(zeros(5), [zeros(5)] * N),
+    ),
+    (
+        "tensor",
+        "reducescatter",
+        40,
+        lambda: dist.reduce_scatter_tensor(zeros(5), zeros(5 * N)),
+    ),
+    (
+        "functional",
+        "allreduce",
+        28,
+        lambda: functional.all_reduce(zeros(7), "sum", dist.group.WORLD).sum(),
+    ),
+    (
+        "functional",
+        "allgather",
+        28,
+        lambda: functional.all_gather_tensor(zeros(7), 0, dist.group.WORLD).sum(),
+    ),
+]
+
+
+def test_counts_and_bytes():
+    def count_each():
+        dist.init_process_group("gloo")
+        counted = []
+        for _, _, _, collective in COLLECTIVES:
+            with comms.count_comms() as counts:
+                for _ in range(3):
+                    collective()
+            counted.append((dict(counts.calls), dict(counts.payload)))
+        with comms.count_comms() as counts:
+            (zeros(5) + 1).sum()
+            dist.barrier()
+        counted.append((dict(counts.calls), dict(counts.payload)))
+        dist.destroy_process_group()
+        return counted
+
+    expected = [({name: 3}, {name: 3 * n}) for _, name, n, _ in COLLECTIVES]
+    expected.append(({}, {}))  # neither arithmetic nor a barrier sends a tensor
+    for counted in run_ranks(count_each, N, timeout=60):
+        assert counted == expected
+
+
+def test_nothing_is_counted_after_the_block():
+    def run():
+        dist.init_process_group("gloo")
+        with comms.count_comms() as counts:
+            dist.all_reduce(zeros(10))
+        dist.all_reduce(zeros(10))
+        dist.destroy_process_group()
+        return counts.calls["allreduce"]
+
+    assert run_ranks(run, N, timeout=60) == [1] * N
+
+
+def test_ddp_sends_each_gradient_once():
+    def run(bucket_cap_mb):
+        dist.init_process_group("gloo")
+        model = DDP(resnet18(), bucket_cap_mb=bucket_cap_mb)
+        images = torch.rand(2, 1, 28, 28)
+        for _ in range(2):  # DDP orders its buckets anew once, after the first step
+            model(images).sum().backward()
+        with comms.count_comms() as counts, model.no_sync():
+            model(images).sum().backward()
+        assert not counts.calls
+        with comms.count_comms() as counts:
+            model(images).sum().backward()
+        parameters = sum(p.numel() * p.itemsize for p in model.parameters())
+        del model
+        gc.collect()
+        dist.destroy_process_group()
+        return dict(counts.calls), dict(counts.payload), parameters
+
+    few, many = (run_ranks(run, N, mb, timeout=100)[0] for mb in (100, 5))
+    for calls, payload, parameters in (few, many):
+        assert payload == {"allreduce": parameters}
+        assert list(calls) == ["allreduce"]
+    assert few[0]["allreduce"] < many[0]["allreduce"]  # smaller buckets, more of them
+
+
+def test_ring_formula():
+    assert comms.allreduce_bytes(100, 1) == 0
+    assert comms.allreduce_bytes(100, 2) == 100
+    assert comms.allreduce_bytes(100, 4) == 150
+
+
+def test_ring_sends_what_the_formula_says():
+    """An all-reduce written as a ring of sends: count what really goes to a neighbour."""
+
+    def ring():
+        dist.init_process_group("gloo")
+        rank, n = dist.get_rank(), dist.get_world_size()
+        chunks, sent = list(torch.arange(12.0).add(rank).chunk(n)), 0
+        for step in range(2 * (n - 1)):
+            outgoing = chunks[(rank - step) % n]
+            incoming = torch.empty_like(outgoing)
+            request = dist.isend(outgoing, (rank + 1) % n)
+            dist.recv(incoming, (rank - 1) % n)
+            request.wait()
+            sent += outgoing.numel() * outgoing.itemsize
+            target = (rank - step - 1) % n
+            # the first half adds up (reduce-scatter), the second passes on (all-gather)
+            chunks[target] = incoming + chunks[target] if step < n - 1 else incoming
+        dist.destroy_process_group()
+        return torch.cat(chunks).tolist(), sent
+
+    expected = [3 * value + 0 + 1 + 2 for value in range(12)]
+    for result, sent in run_ranks(ring, 3, timeout=60):
+        assert result == expected
+        assert sent == comms.allreduce_bytes(12 * 4, 3)

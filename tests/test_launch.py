@@ -1,0 +1,115 @@
+"""run_ranks: results by rank, and a sentence for a rank that fails, dies or hangs."""
+
+import os
+import signal
+import threading
+import time
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from utils.launch import run_ranks
+
+
+def test_results_come_back_by_rank():
+    factor = 10  # a closure, as of a function that was typed into a notebook
+
+    def slow_first(offset):
+        rank = int(os.environ["RANK"])
+        time.sleep(0.2 * (2 - rank))
+        return offset + factor * rank, torch.full((2,), rank)
+
+    results = run_ranks(slow_first, 3, 5)
+    assert [number for number, _ in results] == [5, 15, 25]
+    assert [tensor.tolist() for _, tensor in results] == [[0, 0], [1, 1], [2, 2]]
+
+
+def test_ranks_see_what_torchrun_sets(monkeypatch):
+    monkeypatch.setenv("WORKSHOP_MODE", "smoke")
+    monkeypatch.setenv("SET_JUST_NOW", "yes")
+    results = run_ranks(lambda: (os.getpid(), dict(os.environ)), 2)
+    environments = [environment for _, environment in results]
+    assert len({os.getpid(), *(pid for pid, _ in results)}) == 3
+    for rank, environment in enumerate(environments):
+        assert environment["RANK"] == environment["LOCAL_RANK"] == str(rank)
+        assert environment["WORLD_SIZE"] == environment["LOCAL_WORLD_SIZE"] == "2"
+        assert environment["MASTER_ADDR"] == "127.0.0.1"
+        assert environment["OMP_NUM_THREADS"] == os.environ["OMP_NUM_THREADS"]
+        assert environment["SET_JUST_NOW"] == "yes"
+    assert environments[0]["MASTER_PORT"] == environments[1]["MASTER_PORT"]
+    assert "RANK" not in os.environ
+
+
+def test_no_variable_of_an_earlier_run_stays(monkeypatch):
+    monkeypatch.setenv("SET_JUST_NOW", "yes")
+    run_ranks(os.getpid, 1)
+    monkeypatch.delenv("SET_JUST_NOW")
+    assert run_ranks(lambda: os.environ.get("SET_JUST_NOW"), 1) == [None]
+
+
+def test_ranks_can_make_a_process_group():
+    def sum_of_ranks():
+        dist.init_process_group("gloo")
+        total = torch.tensor(dist.get_rank())
+        dist.all_reduce(total)
+        dist.destroy_process_group()
+        return total.item()
+
+    assert run_ranks(sum_of_ranks, 3) == [3, 3, 3]
+
+
+def test_failing_rank_is_named_and_ends_the_others():
+    def fail():
+        if os.environ["RANK"] == "1":
+            raise ValueError("the batch is empty")
+        time.sleep(60)
+
+    start = time.monotonic()
+    with pytest.raises(RuntimeError) as e:
+        run_ranks(fail, 3)
+    assert str(e.value) == "rank 1 failed with ValueError: the batch is empty"
+    assert 'raise ValueError("the batch is empty")' in str(e.value.__cause__)
+    assert time.monotonic() - start < 20
+
+
+def test_result_that_cannot_be_sent_is_named():
+    with pytest.raises(RuntimeError, match=r"rank 0 failed with TypeError: .*pickle"):
+        run_ranks(threading.Lock, 1)
+
+
+@pytest.mark.parametrize(
+    ("die", "code"),
+    [
+        (lambda: os._exit(3), 3),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), -signal.SIGKILL),
+    ],
+)
+def test_dying_rank_is_named_and_ends_the_others(die, code):
+    def function():
+        if os.environ["RANK"] == "0":
+            die()
+        time.sleep(60)
+
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=f"^rank 0 died with exit code {code}$"):
+        run_ranks(function, 2)
+    assert time.monotonic() - start < 20
+
+
+def test_hanging_ranks_are_named_and_ended(tmp_path):
+    def function():
+        (tmp_path / os.environ["RANK"]).write_text(str(os.getpid()))
+        if os.environ["RANK"] != "1":
+            time.sleep(60)
+
+    with pytest.raises(RuntimeError, match=r"ranks \[0, 2\] did not return in time"):
+        run_ranks(function, 3, timeout=3)
+    for rank in range(3):
+        assert not psutil.pid_exists(int((tmp_path / str(rank)).read_text()))
+
+
+def test_there_has_to_be_a_rank():
+    with pytest.raises(ValueError, match="num_workers is 0, but must be at least 1"):
+        run_ranks(os.getpid, 0)

@@ -1,0 +1,94 @@
+"""Run mode and what follows from it, with and without CUDA."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from utils import settings
+
+
+@pytest.fixture(params=[True, False], ids=["cuda", "no cuda"])
+def cuda(request, monkeypatch):
+    """A machine with three GPUs, and one without any."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: request.param)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3 * request.param)
+    return request.param
+
+
+def test_auto_follows_cuda(cuda, monkeypatch):
+    expected = "full" if cuda else "smoke"
+    for setting in ("auto", "AUTO ", None):
+        if setting:
+            monkeypatch.setenv("WORKSHOP_MODE", setting)
+        else:
+            monkeypatch.delenv("WORKSHOP_MODE")
+        assert settings.mode() == expected
+
+
+def test_smoke_forces_the_cpu(cuda, monkeypatch):
+    monkeypatch.setenv("WORKSHOP_MODE", "smoke")
+    assert settings.mode() == "smoke"
+    assert settings.device() == torch.device("cpu")
+    assert settings.backend() == "gloo"
+    assert settings.num_workers() == 2
+    assert settings.pick(smoke=(2, 60), full=(4, 500)) == (2, 60)
+
+
+def test_full_uses_every_gpu_there_is(cuda, monkeypatch):
+    monkeypatch.setenv("WORKSHOP_MODE", "full")
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    assert settings.mode() == "full"
+    assert settings.device() == torch.device("cuda:2" if cuda else "cpu")
+    assert settings.backend() == ("nccl" if cuda else "gloo")
+    assert settings.num_workers() == (3 if cuda else 2)
+    assert settings.pick(smoke=1, full=2) == 2
+
+
+@pytest.mark.parametrize("wrong", ["fast", "", "smoke,full", "ful"])
+def test_wrong_mode_names_the_three(monkeypatch, wrong):
+    monkeypatch.setenv("WORKSHOP_MODE", wrong)
+    for ask in (settings.mode, settings.device, lambda: settings.pick(smoke=1, full=2)):
+        with pytest.raises(
+            ValueError, match="must be one of auto, smoke and full"
+        ) as e:
+            ask()
+        assert repr(wrong) in str(e.value)
+        assert "\n" not in str(e.value)
+
+
+def test_pick_takes_keywords_only():
+    with pytest.raises(TypeError):
+        settings.pick(1, 2)
+
+
+def test_asking_for_the_mode_does_not_import_torch():
+    code = (
+        "import sys; from utils import settings; settings.mode(); print(*sys.modules)"
+    )
+    modules = subprocess.check_output([sys.executable, "-c", code], text=True).split()
+    assert "utils.settings" in modules
+    assert "torch" not in modules
+
+
+def test_storage_path_is_made_and_absolute(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORKSHOP_STORAGE", "a folder/below")
+    assert settings.storage_path() == tmp_path / "a folder" / "below"
+    assert list(settings.storage_path().iterdir()) == []
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("WORKSHOP_STORAGE", "~/results")
+    assert settings.storage_path() == tmp_path / "results"
+
+
+@pytest.mark.parametrize("place", ["/sys/kernel/results", "{tmp}/file/results", "/sys"])
+def test_storage_path_that_cannot_be_written(monkeypatch, tmp_path, place):
+    (tmp_path / "file").touch()
+    path = place.format(tmp=tmp_path)
+    monkeypatch.setenv("WORKSHOP_STORAGE", path)
+    with pytest.raises(OSError, match="set WORKSHOP_STORAGE to a folder") as e:
+        settings.storage_path()
+    assert f"Results cannot be written to {path} (" in str(e.value)
+    assert "None" not in str(e.value)
+    assert "\n" not in str(e.value)
