@@ -1,0 +1,172 @@
+"""The shipped digits, and what is downloaded: once, by rank 0, or one sentence."""
+
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import Dataset
+from torchvision import datasets as tv
+
+from utils import datasets
+from utils.launch import run_ranks
+
+# Nothing listens there, so that a download fails at once wherever the tests run.
+NOWHERE = "http://127.0.0.1:9/"
+
+
+@pytest.fixture(autouse=True)
+def storage(monkeypatch, tmp_path):
+    monkeypatch.setenv("WORKSHOP_STORAGE", str(tmp_path / "storage"))
+    return tmp_path / "storage"
+
+
+def test_digits():
+    train, test = datasets.digits("train"), datasets.digits("test")
+    assert (len(train), len(test)) == (1437, 360)
+    for split in (train, test):
+        images, labels = split.tensors
+        assert images.shape[1:] == (1, 28, 28)
+        assert (images.dtype, labels.dtype) == (torch.float32, torch.int64)
+        assert (images.min(), images.max()) == (0, 1)
+        # Each digit is a tenth, more or less: nothing was sorted before it was split.
+        assert (labels.bincount() / len(labels)).sub(0.1).abs().max() < 0.05
+        image, label = split[0]
+        assert image.shape == (1, 28, 28)
+        assert label.shape == ()
+
+
+def test_splits_are_fixed_and_together_the_whole_file():
+    splits = [datasets.digits(name).tensors[0] for name in ("train", "test")]
+    again = [datasets.digits(name).tensors[0] for name in ("train", "test")]
+    assert all(torch.equal(a, b) for a, b in zip(splits, again))
+    seen = {image.numpy().tobytes() for split in splits for image in split}
+    with np.load(datasets.DIGITS_FILE) as file:
+        originals = {image.tobytes() for image in file["images"]}
+    assert len(seen) == len(originals) == 1797  # no image twice, and none in both
+
+
+def test_pictures_show_their_labels():
+    """For 95% of the test images the nearest training image has the same label."""
+    (x, y), (x_test, y_test) = (datasets.digits(s).tensors for s in ("train", "test"))
+    nearest = torch.cdist(x_test.flatten(1), x.flatten(1)).argmin(dim=1)
+    assert (y[nearest] == y_test).float().mean() > 0.95
+
+
+def test_damaged_file_is_named(monkeypatch, tmp_path):
+    content = bytearray(datasets.DIGITS_FILE.read_bytes())
+    content[len(content) // 2] ^= 1
+    copy = tmp_path / "digits.npz"
+    copy.write_bytes(content)
+    monkeypatch.setattr(datasets, "DIGITS_FILE", copy)
+    with pytest.raises(OSError, match="is damaged") as e:
+        datasets.digits()
+    assert str(copy) in str(e.value)
+    assert "git checkout -- utils/data" in str(e.value)
+    assert "\n" not in str(e.value)
+    copy.unlink()
+    with pytest.raises(OSError, match=r"cannot be read \(No such file") as e:
+        datasets.digits()
+    assert str(copy) in str(e.value)
+
+
+def test_unknown_names():
+    with pytest.raises(ValueError, match=f"one of {', '.join(datasets.DATASETS)}"):
+        datasets.load("imagenet")
+    for name in datasets.DATASETS:
+        with pytest.raises(
+            ValueError, match="'validation', but must be 'train' or 'te"
+        ):
+            datasets.load(name, "validation")
+    assert len(datasets.load("digits", "test")) == 360
+
+
+def without_network(load):
+    """Call a loader where every download fails; its error and how long it took."""
+    tv.MNIST.mirrors = [NOWHERE]
+    tv.FashionMNIST.mirrors = [NOWHERE]
+    tv.CIFAR10.url = NOWHERE
+    start = time.monotonic()
+    try:
+        load()
+    except OSError as error:
+        return str(error), time.monotonic() - start
+
+
+@pytest.mark.parametrize("name", ["mnist", "fashion_mnist", "cifar10"])
+def test_no_network_is_one_sentence(monkeypatch, name):
+    for cls in (tv.MNIST, tv.FashionMNIST):
+        monkeypatch.setattr(cls, "mirrors", cls.mirrors)
+    monkeypatch.setattr(tv.CIFAR10, "url", tv.CIFAR10.url)
+    message, seconds = without_network(lambda: datasets.load(name))
+    assert "could not be downloaded (" in message
+    assert "Connection refused" in message
+    assert "use the dataset 'digits', which needs none" in message
+    assert "\n" not in message
+    assert seconds < 5
+
+
+def test_no_network_reaches_every_rank():
+    def train():
+        dist.init_process_group("gloo")
+        answer = without_network(datasets.mnist)
+        dist.destroy_process_group()
+        return answer
+
+    answers = run_ranks(train, 3, timeout=60)
+    assert len({message for message, _ in answers}) == 1
+    assert "use the dataset 'digits'" in answers[0][0]
+
+
+class Fake(Dataset):
+    """What torchvision's classes do: `download` writes a file unless it is there."""
+
+    def __init__(self, root, train, transform, download):
+        self.file = Path(root) / "fake"
+        if download and not self.file.exists():
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            with open(self.file.with_name("downloads"), "a") as log:
+                log.write(f"rank {dist.get_rank() if dist.is_initialized() else '-'}\n")
+            time.sleep(0.5)  # the others must wait for it
+            self.file.write_text("data")
+        if not self.file.exists():
+            raise RuntimeError("Dataset not found.")
+        self.split = "train" if train else "test"
+
+
+def test_downloaded_once_by_rank_0_alone(storage):
+    def train():
+        dist.init_process_group("gloo")
+        fake = datasets._from_torchvision(Fake, "train")
+        dist.destroy_process_group()
+        return fake.split
+
+    assert run_ranks(train, 3, timeout=60) == ["train"] * 3
+    assert (storage / "datasets" / "downloads").read_text() == "rank 0\n"
+
+
+def test_downloaded_by_the_first_rank_of_every_node(tmp_path):
+    """Two "nodes" of two ranks each that share no folder."""
+
+    def train():
+        rank = int(os.environ["RANK"])
+        os.environ["LOCAL_RANK"] = str(rank % 2)
+        os.environ["WORKSHOP_STORAGE"] = str(tmp_path / f"node {rank // 2}")
+        dist.init_process_group("gloo")
+        fake = datasets._from_torchvision(Fake, "test")
+        dist.destroy_process_group()
+        return fake.split
+
+    assert run_ranks(train, 4, timeout=60) == ["test"] * 4
+    for node, rank in ((0, 0), (1, 2)):
+        log = tmp_path / f"node {node}" / "datasets" / "downloads"
+        assert log.read_text() == f"rank {rank}\n"
+
+
+def test_downloaded_without_a_process_group(storage):
+    for split in ("train", "test"):
+        assert datasets._from_torchvision(Fake, split).split == split
+    assert (storage / "datasets" / "downloads").read_text() == "rank -\n"
