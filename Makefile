@@ -3,6 +3,8 @@ SHELL := /bin/bash
 PYTHON ?= python3
 PY := .venv/bin/python
 READY := .venv/.ready
+# Also where .venv is not activated: its torchrun, ninja and jupyter-lab, and no others.
+RUN := PATH="$(CURDIR)/.venv/bin:$$PATH" $(PY)
 PARTS := $(wildcard 01-*) $(wildcard 02-*) $(wildcard 03-*)
 
 .DEFAULT_GOAL := help
@@ -15,7 +17,7 @@ setup: $(READY) ## install the packages into .venv (once; later calls install no
 
 # The last step writes $(READY), so a set-up that was interrupted starts over, and loses nothing:
 # what was downloaded is in the installer's cache.
-$(READY): requirements.txt pyproject.toml
+$(READY): requirements.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 10) <= v <= (3, 13) else f"Python 3.10 to 3.13 is needed, and this is {v[0]}.{v[1]}: name another one, as in `make setup PYTHON=python3.12`.")'
 	@$(PYTHON) -c 'import shutil, sys; gb = shutil.disk_usage(".").free / 1e9; sys.exit(None if gb > 10 else f"The packages need 10 GB of free disk, and this folder has {gb:.1f}: free some, then run `make setup` again.")'
 	@if [ -e .venv ] && [ ! -d .venv ]; then echo "There is a file called .venv where the environment belongs: move it away, then run 'make setup' again."; exit 1; fi
@@ -30,22 +32,22 @@ $(READY): requirements.txt pyproject.toml
 	@touch $(READY)
 
 lab: $(READY) ## open the first notebook in JupyterLab
-	@$(PY) -m jupyter lab --ServerApp.ip=127.0.0.1 $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB_ARGS) 01-ddp-pytorch-only/01_data_parallelism_by_hand.ipynb
+	@$(RUN) -m jupyter lab --ServerApp.ip=127.0.0.1 $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB_ARGS) 01-ddp-pytorch-only/01_data_parallelism_by_hand.ipynb
 
 test: $(READY) ## run all tests, and compare the outputs of all notebooks
-	@$(PY) -m pytest --nbval tests $(PARTS)
+	@$(RUN) -m pytest --nbval tests $(PARTS)
 
 tour: $(READY) ## execute all notebooks in order, and print what each one proved
-	@$(PY) -m tests.notebooks tour
+	@$(RUN) -m tests.notebooks tour
 
 record: $(READY) ## execute notebooks and save their outputs (NOTEBOOKS=path for some)
-	@$(PY) -m tests.notebooks record $(NOTEBOOKS)
+	@$(RUN) -m tests.notebooks record $(NOTEBOOKS)
 
 lint: $(READY) ## check style and format
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check .
 
 doctor: $(READY) ## say what this machine can run, and how to mend what it cannot
-	@$(PY) -m utils.doctor
+	@$(RUN) -m utils.doctor
 
 clean: ## remove .venv and everything that was built
 	@rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sysconfig
 import tempfile
 import uuid
 
@@ -10,6 +11,8 @@ from nbval.plugin import IPyNbFile
 from tests.notebooks import RECORDING_ENVIRONMENT, end_left_over
 
 os.environ.update(RECORDING_ENVIRONMENT)
+# This environment's programs (torchrun, ninja) first, also where it is not activated.
+os.environ["PATH"] = sysconfig.get_path("scripts") + os.pathsep + os.environ["PATH"]
 _setup, _teardown = IPyNbFile.setup, IPyNbFile.teardown
 
 
