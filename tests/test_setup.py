@@ -194,6 +194,8 @@ def test_failed_install_is_said_and_tried_again(clone, uv):
     assert status == 0
     assert any("pip install" in call for call in calls)
     assert clone.ready.exists()
+    assert clone.make("-B", "setup", INSTALL_STATUS="1")[0] != 0
+    assert not clone.ready.exists()
 
 
 def test_kernel_that_cannot_be_registered_is_not_forgotten(clone):
