@@ -1,0 +1,256 @@
+"""Ray Data: every row once per epoch, equal steps, flat memory under a capped store."""
+
+import gc
+import io
+import os
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests import scripts
+from utils import launch, preflight
+from utils.cluster import start_ray
+from utils.models import resnet18
+from utils.ray_memory import private_bytes, sample_memory
+from utils.shards import write_shards
+
+import ray  # isort: skip  (utils.cluster sets what Ray reads at import)
+
+MIB = 2**20
+
+
+@pytest.fixture(scope="module", autouse=True)
+def capped_ray():
+    """One Ray for this file, with 80 MiB of object store (Ray allows no less than 75)."""
+    start_ray(2, object_store_memory=80 * MIB)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    """Eight files of 48 rows, the ids counting through."""
+    folder = tmp_path_factory.mktemp("shards")
+    paths = list(write_shards(folder, 4e-4, image_size=28, rows_per_shard=48))
+    assert len(paths) == 8
+    return paths
+
+
+def consume(dataset, num_workers, batch_size, buffer_size=None):
+    """Ids by epoch, rank and batch, read side by side as training workers read them."""
+    splits = dataset.streaming_split(num_workers, equal=True)
+
+    def read(split, epoch):
+        batches = split.iter_torch_batches(
+            batch_size=batch_size,
+            local_shuffle_buffer_size=buffer_size,
+            local_shuffle_seed=epoch,
+        )
+        return [batch["id"].tolist() for batch in batches]
+
+    with ThreadPoolExecutor(num_workers) as pool:
+        return [list(pool.map(read, splits, [epoch] * num_workers)) for epoch in (0, 1)]
+
+
+def check_delivery(epochs, num_rows, num_workers):
+    """Nothing twice; all but the remainder; the same sizes of batches on all ranks."""
+    for ranks in epochs:
+        ids = [row for batches in ranks for batch in batches for row in batch]
+        assert len(set(ids)) == len(ids)
+        assert set(ids) <= set(range(num_rows))
+        assert len(ids) == num_rows // num_workers * num_workers
+        sizes = [[len(batch) for batch in batches] for batches in ranks]
+        assert all(each == sizes[0] for each in sizes)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_every_row_once_per_epoch(shards, num_workers, shuffle):
+    paths = [str(path) for path in shards]
+    order = "files" if shuffle else None
+    dataset = ray.data.read_parquet(paths, columns=["id"], shuffle=order)
+    buffer_size = 64 if shuffle else None
+    epochs = consume(dataset, num_workers, 16, buffer_size)
+    check_delivery(epochs, 8 * 48, num_workers)
+    if shuffle and num_workers == 1:
+        assert epochs[0] != epochs[1]  # another order in the second epoch
+
+
+@settings(max_examples=5, deadline=None, derandomize=True)
+@given(
+    blocks=st.lists(st.integers(1, 40), min_size=2, max_size=6),
+    num_workers=st.integers(2, 3),
+    shuffle=st.booleans(),
+)
+def test_equal_steps_whatever_the_blocks(blocks, num_workers, shuffle):
+    starts = np.cumsum([0, *blocks])
+    tables = [pa.table({"id": range(a, b)}) for a, b in pairwise(starts)]
+    dataset = ray.data.from_arrow(tables)
+    epochs = consume(dataset, num_workers, 4, 8 if shuffle else None)
+    check_delivery(epochs, sum(blocks), num_workers)
+
+
+def test_a_dataset_of_four_times_the_store_streams_through_it(tmp_path):
+    """4D costs no more memory than D, and nothing is spilled; D is as big as the store."""
+    paths = [str(p) for p in write_shards(tmp_path, 0.336, 512, rows_per_shard=16)]
+    context = ray.data.DataContext.get_current()
+    context.target_max_block_size = 4 * MIB
+    small, large = paths[: len(paths) // 4], paths
+    assert sum(os.path.getsize(path) for path in large) >= 4 * 80 * MIB
+
+    def decode(batch):
+        pixels = [
+            np.frombuffer(encoded, np.uint8)[-1000:] for encoded in batch["image"]
+        ]
+        return {"pixels": np.stack(pixels)}
+
+    peaks = []
+    for files in (small, small, large):  # the first starts Ray's worker processes
+        dataset = ray.data.read_parquet(files).map_batches(decode, batch_size=8)
+        with sample_memory(0.1) as samples:
+            rows = sum(
+                len(b["pixels"]) for b in dataset.iter_torch_batches(batch_size=8)
+            )
+        assert rows == 16 * len(files)
+        assert max(s.object_store for s in samples) <= 80 * MIB
+        assert (
+            max(s.object_store for s in samples) >= 4 * MIB
+        )  # it went through the store
+        assert samples[-1].spilled == samples[0].spilled
+        peaks.append(max(s.object_store + s.processes for s in samples))
+    print([f"{peak / MIB:.0f} MiB" for peak in peaks])
+    assert peaks[2] / peaks[1] < 1.15
+    assert (
+        peaks[2] - peaks[1] < 0.3 * 0.75 * 336e6
+    )  # of the bytes that 4D has more than D
+
+
+def test_training_through_ray_data_equals_the_dataloader(shards):
+    """Same order of rows: the same weights, bit for bit, and those of one process."""
+    script = scripts.load(scripts.TRAIN_RAY_DDP_WITH_RAY_DATA)
+    ray.cloudpickle.register_pickle_by_value(script)
+    decode = script.decode
+    dataset = ray.data.read_parquet(
+        [str(p) for p in shards], shuffle="files"
+    ).map_batches(lambda batch: decode(batch) | {"id": batch["id"]}, batch_size=32)
+    with ThreadPoolExecutor(2) as pool:
+        options = {"batch_size": 8, "local_shuffle_buffer_size": 32}
+        read = lambda split: list(split.iter_torch_batches(**options))  # noqa: E731
+        streamed = list(pool.map(read, dataset.streaming_split(2, equal=True)))
+    streamed = [batches[:4] for batches in streamed]  # by rank
+    by_ray = [[(b["image"], b["label"]) for b in batches] for batches in streamed]
+
+    rows = pa.concat_tables(pq.read_table(path) for path in shards).to_pydict()
+    pictures = [np.asarray(Image.open(io.BytesIO(image))) for image in rows["image"]]
+    images = torch.tensor(np.stack(pictures))[:, None] / 255
+    in_memory = TensorDataset(images, torch.tensor(rows["label"]))
+    by_loader = []
+    for (
+        batches
+    ) in streamed:  # the DataLoader of each rank, with the sampler's order given
+        ids = torch.cat([batch["id"] for batch in batches]).tolist()
+        by_loader.append(list(DataLoader(in_memory, batch_size=8, sampler=ids)))
+
+    def train(batches_of_ranks):
+        dist.init_process_group("gloo")
+        torch.manual_seed(0)
+        model = DDP(resnet18().double())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+        for images, labels in batches_of_ranks[dist.get_rank()]:
+            script.train_step(model, optimizer, images.double(), labels)
+        result = torch.cat([p.detach().flatten() for p in model.parameters()])
+        del model, optimizer
+        gc.collect()
+        dist.destroy_process_group()
+        return result
+
+    of_ray = launch.run_ranks(train, 2, by_ray)[0]
+    of_loader = launch.run_ranks(train, 2, by_loader)[0]
+    whole = [[torch.cat(pair) for pair in zip(*step)] for step in zip(*by_loader)]
+    alone = launch.run_ranks(train, 1, [whole])[0]
+    assert torch.equal(of_ray, of_loader)
+    assert (of_ray - alone).norm() / alone.norm() < 1e-10
+    swapped = launch.run_ranks(train, 2, [by_ray[0][::-1], by_ray[1]])[0]
+    assert (swapped - alone).norm() / alone.norm() > 1e-4  # another order is seen
+
+
+def test_shared_memory_is_not_counted_as_private():
+    before = private_bytes(psutil.Process())
+    kept = ray.get(ray.put(np.ones(4 * MIB)))  # 32 MiB in the store, mapped here
+    assert kept.sum() == 4 * MIB
+    assert private_bytes(psutil.Process()) - before < 16 * MIB
+    mine = np.ones(4 * MIB)
+    assert private_bytes(psutil.Process()) - before > 24 * MIB
+    assert mine.sum() == 4 * MIB
+
+
+def test_a_ray_that_does_not_fit_two_workers_and_data_is_refused():
+    cpus = int(ray.cluster_resources()["CPU"])
+    preflight.check_spare_cpus(cpus - 1)
+    with pytest.raises(RuntimeError, match="none is left to read and decode the data"):
+        preflight.check_spare_cpus(cpus)
+
+
+def test_a_storage_path_that_workers_see_differently_is_refused(tmp_path, monkeypatch):
+    preflight.check_shared(tmp_path)
+    # A folder of the same name that is another folder in every process, as on other nodes.
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OSError, match="is not shared: node"):
+        preflight.check_shared("/proc/self/cwd")
+
+
+def test_folders_and_files_of_parquet_are_found(shards):
+    system, files = preflight.find_parquet(str(shards[0].parent))
+    assert files == [str(path) for path in shards]
+    whole, rows, corrupt = preflight.check_parquet(system, files, ["image", "label"])
+    assert (whole, rows, corrupt) == (files, 8 * 48, [])
+    assert preflight.find_parquet(str(shards[3]))[1] == [str(shards[3])]
+
+
+def test_paths_that_do_not_exist_or_hold_nothing_are_named(tmp_path):
+    with pytest.raises(OSError, match=r"nowhere cannot be read .*correct --data-path"):
+        preflight.find_parquet(str(tmp_path / "nowhere"))
+    with pytest.raises(OSError, match=r"There is no \.parquet file in"):
+        preflight.find_parquet(str(tmp_path))
+    with pytest.raises(OSError, match=r"cannot be read .*correct --data-path"):
+        preflight.find_parquet("nonsense://bucket/folder")
+
+
+def test_missing_columns_are_named(tmp_path):
+    pq.write_table(pa.table({"picture": [b""], "label": [1]}), tmp_path / "a.parquet")
+    system, files = preflight.find_parquet(str(tmp_path))
+    with pytest.raises(ValueError, match=r"no column image \(it has picture, label\)"):
+        preflight.check_parquet(system, files, ["image", "label"])
+
+
+def test_corrupt_files_fail_by_name_or_are_left_out(tmp_path):
+    paths = list(write_shards(tmp_path, 1e-4, image_size=28, rows_per_shard=48))
+    paths[1].write_bytes(paths[1].read_bytes()[:1000])  # an upload that was cut off
+    system, files = preflight.find_parquet(str(tmp_path))
+    with pytest.raises(
+        ValueError, match=r"shard-00001\.parquet is not a whole Parquet"
+    ):
+        preflight.check_parquet(system, files, ["image"])
+    whole, rows, corrupt = preflight.check_parquet(system, files, ["image"], True)
+    assert corrupt == [str(paths[1])]
+    assert rows == 48 * (len(paths) - 1) == 48 * len(whole)
+    with pytest.raises(ValueError, match="All Parquet files are corrupt"):
+        preflight.check_parquet(system, corrupt, ["image"], True)
+
+
+def test_batches_larger_than_a_shard_are_refused():
+    preflight.check_batch_size(50, 100, 2)
+    with pytest.raises(ValueError, match="each of 2 workers gets 50 of the 101 rows"):
+        preflight.check_batch_size(51, 101, 2)

@@ -1,0 +1,72 @@
+"""Sample the memory of Ray's processes and of its object store while something runs."""
+
+import threading
+import time
+from typing import NamedTuple
+
+import psutil
+import ray
+from ray._private.internal_api import get_memory_info_reply, get_state_from_address
+
+
+class Sample(NamedTuple):
+    """At `time` (`time.time()`), all in bytes. spilled: written to disk since the start."""
+
+    time: float
+    object_store: int
+    processes: int
+    spilled: int
+
+
+class sample_memory:
+    """`with sample_memory() as samples:` fills the list `samples`, every `interval` s.
+
+    `object_store` is what Ray's shared-memory store holds. `processes` is the private
+    memory of the processes that the Ray of this session started on this machine; shared
+    pages are left out, so that the store, which they all map, is not counted twice.
+
+    Raises:
+        RuntimeError: no Ray of this process runs here.
+    """
+
+    def __init__(self, interval: float = 0.25) -> None:
+        if not ray.is_initialized():
+            raise RuntimeError("Ray does not run: call start_ray() before sampling.")
+        self._interval = interval
+        self._state = get_state_from_address(ray.get_runtime_context().gcs_address)
+        self._samples: list[Sample] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> list[Sample]:
+        self._samples.append(self._take())
+        self._thread.start()
+        return self._samples
+
+    def __exit__(self, *_) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._samples.append(self._take())
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._interval):
+            self._samples.append(self._take())
+
+    def _take(self) -> Sample:
+        store = get_memory_info_reply(self._state).store_stats
+        processes = psutil.Process().children(recursive=True)
+        return Sample(
+            time.time(),
+            store.object_store_bytes_used,
+            sum(private_bytes(process) for process in processes),
+            store.spilled_bytes_total,
+        )
+
+
+def private_bytes(process: psutil.Process) -> int:
+    """Resident memory of a process that it shares with no other; 0 once it has ended."""
+    try:
+        memory = process.memory_info()
+        return memory.rss - getattr(memory, "shared", 0)  # `shared` is known on Linux
+    except psutil.Error:
+        return 0
