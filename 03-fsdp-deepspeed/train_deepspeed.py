@@ -1,0 +1,341 @@
+"""Train a GPT on text with DeepSpeed ZeRO, started by torchrun or by Ray Train.
+
+    torchrun --nproc_per_node=4 train_deepspeed.py --steps 200
+    python train_deepspeed.py --num-workers 4 --steps 200
+
+The ZeRO stage, precision, clipping and offload stand in ds_config.json. Runs on GPUs
+where there are any, else on CPUs. With `--checkpoint-dir`, a job whose worker dies goes
+on from its last checkpoint (torchrun: with `--max-restarts=1`).
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from utils import datasets, settings
+from utils.models import GPT, GPT2_124M, SMOKE
+from utils.zero import load_deepspeed
+
+MODELS = {"smoke": SMOKE, "gpt2-124m": GPT2_124M}
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--num-workers", type=int, help="start with Ray Train")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--batch-size", type=int, help="per worker, as in the config")
+    parser.add_argument("--lr", type=float, default=3e-3, help="of AdamW")
+    parser.add_argument("--model", choices=MODELS, help="default: by run mode")
+    parser.add_argument(
+        "--text", type=Path, help="a text file (default: Python's help)"
+    )
+    parser.add_argument(
+        "--ds-config", type=Path, default=Path(__file__).with_name("ds_config.json")
+    )
+    parser.add_argument("--stage", type=int, help="ZeRO stage, instead of the config's")
+    parser.add_argument("--checkpoint-dir", type=Path)
+    parser.add_argument("--save-every", type=int, default=50, help="steps")
+    parser.add_argument("--resume", action="store_true", help="from --checkpoint-dir")
+    parser.add_argument(
+        "--universal", action="store_true", help="the checkpoint was converted"
+    )
+    parser.add_argument(
+        "--export", type=Path, help="write the whole model to this file"
+    )
+    parser.add_argument(
+        "--smoke-test", action="store_true", help="on CPU, also with GPUs"
+    )
+    args = parser.parse_args()
+    if args.smoke_test:
+        os.environ["WORKSHOP_MODE"] = "smoke"
+    args.model = args.model or settings.pick(smoke="smoke", full="gpt2-124m")
+    for name in (
+        "text",
+        "checkpoint_dir",
+        "export",
+        "ds_config",
+    ):  # Ray's workers run elsewhere
+        path = getattr(args, name)
+        setattr(args, name, path and path.absolute())
+    return args
+
+
+def check(args, restarted):
+    """Everything that can be wrong with how the script was called, checked first."""
+    if args.resume and not args.checkpoint_dir:
+        raise ValueError("--resume needs --checkpoint-dir: say where to resume from.")
+    if args.export and not args.checkpoint_dir:
+        raise ValueError("--export needs --checkpoint-dir: it reads a checkpoint.")
+    if args.checkpoint_dir and not restarted:
+        found = last_checkpoint(args.checkpoint_dir)
+        if args.resume and not found:
+            raise ValueError(
+                f"There is no complete checkpoint in {args.checkpoint_dir}: leave out "
+                "--resume, or name another folder."
+            )
+        if found and not args.resume:
+            raise ValueError(
+                f"{args.checkpoint_dir} holds checkpoints of an earlier run: add "
+                "--resume to go on from them, or name another folder."
+            )
+    datasets.text("test", MODELS[args.model].block_size, args.text)
+    return read_config(args)
+
+
+def read_config(args):
+    """The DeepSpeed configuration: ds_config.json, and --stage and --universal over it."""
+    try:
+        config = json.loads(args.ds_config.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"{args.ds_config} is no readable JSON file: {error}."
+        ) from None
+    zero = config.setdefault("zero_optimization", {})
+    if args.stage is not None:
+        zero["stage"] = args.stage
+    if zero.get("stage", 0) not in (0, 1, 2, 3):
+        raise ValueError(
+            f"The ZeRO stage is {zero['stage']}, but must be 0, 1, 2 or 3."
+        )
+    in_config = config.setdefault(
+        "train_micro_batch_size_per_gpu", args.batch_size or 16
+    )
+    if args.batch_size not in (None, in_config):
+        raise ValueError(
+            f"{args.ds_config.name} says train_micro_batch_size_per_gpu {in_config}, and "
+            f"--batch-size says {args.batch_size}: change one of them."
+        )
+    offload = zero.get("offload_optimizer", {}), zero.get("offload_param", {})
+    targets = {part.get("device", "none") for part in offload}
+    on_cpu = settings.device().type == "cpu"
+    if on_cpu and config.get("fp16", {}).get("enabled"):
+        raise ValueError(
+            "fp16 needs a GPU: enable bf16 instead, which CPUs can compute."
+        )
+    if on_cpu and "cpu" in targets:
+        raise ValueError(
+            "Offload to the CPU needs a GPU to offload from: remove offload_optimizer "
+            "and offload_param, or set their device to none."
+        )
+    if "nvme" in targets and not nvme_is_ready(offload):
+        raise ValueError(
+            "Offload to NVMe needs libaio (package libaio-dev) and an nvme_path that "
+            "exists: install and name them, or set the device to cpu or none."
+        )
+    config["checkpoint"] = {"load_universal": args.universal}
+    return config
+
+
+def nvme_is_ready(offload):
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    paths = [part["nvme_path"] for part in offload if "nvme_path" in part]
+    return (
+        bool(paths)
+        and all(map(os.path.isdir, paths))
+        and AsyncIOBuilder().is_compatible()
+    )
+
+
+def train_step(engine, inputs, targets):
+    """One step on this rank's share of the batch; returns the loss of that share."""
+    logits = engine(inputs).flatten(0, 1)  # [batch * time, vocabulary]
+    at_least_fp32 = torch.promote_types(logits.dtype, torch.float32)
+    loss = F.cross_entropy(logits.to(at_least_fp32), targets.flatten())
+    engine.backward(loss)  # averages the gradients over all ranks
+    engine.step()  # clips, updates, and sets the gradients to zero
+    return loss.detach()
+
+
+@torch.no_grad()
+def evaluate(model, test_set, rank, world_size, device, batch_size=64):
+    """Mean loss over all test texts, each counted once, the same on every rank."""
+    model.eval()
+    total = torch.zeros((), device=device)
+    whole = batch_size * world_size
+    for start in range(0, len(test_set), whole):
+        mine = range(start + rank, min(start + whole, len(test_set)), world_size)
+        # every rank takes part in every forward pass, also one that has no text left
+        inputs, targets = (t.to(device) for t in test_set[list(mine) or [0]])
+        logits = model(inputs).flatten(0, 1).float()
+        total += F.cross_entropy(logits, targets.flatten(), reduction="sum") * bool(
+            mine
+        )
+    dist.all_reduce(total)  # sum over all ranks
+    model.train()
+    return total.item() / test_set.tensors[1].numel()
+
+
+def last_checkpoint(folder):
+    """The newest complete checkpoint in `folder`, or None; `latest` is written last."""
+    latest = folder / "latest"
+    return folder / latest.read_text() if latest.exists() else None
+
+
+def save_checkpoint(engine, step, folder):
+    """All ranks write their own partition, at the same time."""
+    client_state = {"step": step, "global_batch": engine.train_batch_size()}
+    engine.save_checkpoint(folder, f"step-{step:06d}", client_state=client_state)
+
+
+def check_world_size(folder, args, world_size):
+    """Partitions are made for one world size; a universal checkpoint fits every one."""
+    made_for = len(list(folder.glob("*_optim_states.pt")))
+    if made_for not in (0, world_size) and not args.universal:
+        raise ValueError(
+            f"The checkpoint {folder.name} was made for {made_for} workers, and there "
+            f"are {world_size}: convert it with `python -m deepspeed.checkpoint."
+            f"ds_to_universal --input_folder {folder} --output_folder {folder}-universal "
+            f"--inject_missing_state`, write {folder.name}-universal into the file "
+            "`latest`, and add --universal."
+        )
+
+
+def load_checkpoint(engine, folder):
+    """Every rank reads its own partition; returns the number of steps done."""
+    try:
+        _, client_state = engine.load_checkpoint(folder.parent, folder.name)
+        step, global_batch = client_state["step"], client_state["global_batch"]
+    except Exception as error:  # torch, pickle and DeepSpeed each have their own
+        raise ValueError(
+            f"The checkpoint {folder} is damaged or of another model: name another "
+            "folder, or start without --resume."
+        ) from error
+    if global_batch != engine.train_batch_size():
+        raise ValueError(
+            f"The checkpoint was trained with a global batch of {global_batch}, and now "
+            f"it is {engine.train_batch_size()}: set train_micro_batch_size_per_gpu so "
+            f"that it times {dist.get_world_size()} workers is the former."
+        )
+    return step
+
+
+def export(engine, checkpoint, path):
+    """Put the partitions of a checkpoint together in a file that plain PyTorch reads."""
+    from deepspeed.utils import zero_to_fp32
+
+    dist.barrier()  # rank 0 reads what every rank wrote
+    if dist.get_rank() == 0:
+        if engine.zero_optimization_stage() == 0:  # nothing is in partitions
+            weights = engine.module.state_dict()
+        else:
+            weights = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(
+                checkpoint.parent, checkpoint.name
+            )
+        torch.save(dict(weights), path)
+
+
+def train(args):
+    """Train in a process group that exists already; returns what the run reports."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    device, config = settings.device(), MODELS[args.model]
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    deepspeed = load_deepspeed()
+    deepspeed.init_distributed(settings.backend())  # joins the one that Ray Train made
+    train_set = datasets.text("train", config.block_size, args.text)
+    test_set = datasets.text("test", config.block_size, args.text)
+
+    torch.manual_seed(0)  # the same weights on every rank, before they are cut
+    model = GPT(config).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=args.ds_config
+    )
+    global_batch, first_step = engine.train_batch_size(), 0
+    folder = args.checkpoint_dir and last_checkpoint(args.checkpoint_dir)
+    if folder:
+        check_world_size(folder, args, world_size)
+        first_step = load_checkpoint(engine, folder)
+    losses, start = [], time.perf_counter()
+    for step in range(first_step, args.steps):
+        batch = datasets.share_of_batch(train_set, step, global_batch, rank, world_size)
+        loss = train_step(engine, *(t.to(device) for t in batch))
+        dist.all_reduce(loss)  # every rank saw other texts: report the mean of all
+        losses.append(loss.item() / world_size)
+        if rank == 0 and (step + 1) % 20 == 0:
+            milliseconds = (time.perf_counter() - start) / len(losses) * 1000
+            print(
+                f"step {step + 1}/{args.steps}: loss {losses[-1]:.3f}, "
+                f"{milliseconds:.0f} ms per step",
+                flush=True,
+            )
+        if args.checkpoint_dir and (step + 1) % args.save_every == 0:
+            save_checkpoint(engine, step + 1, args.checkpoint_dir)
+    test_loss = evaluate(engine, test_set, rank, world_size, device)
+    if args.export:
+        save_checkpoint(engine, args.steps, args.checkpoint_dir)
+        export(engine, last_checkpoint(args.checkpoint_dir), args.export)
+    return {"first_step": first_step, "losses": losses, "test_loss": test_loss}
+
+
+def train_with_ray(args):
+    """The same function on Ray's workers, which start again if one of them dies."""
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    from utils.cluster import default_resources, start_ray
+
+    start_ray(args.num_workers)
+    trainer = TorchTrainer(
+        lambda config: train(argparse.Namespace(**config)),
+        train_loop_config=vars(args),
+        scaling_config=ScalingConfig(
+            num_workers=args.num_workers,
+            use_gpu="GPU" in default_resources(),
+        ),
+        torch_config=TorchConfig(backend=settings.backend()),
+        run_config=RunConfig(
+            name=f"zero-{time.time_ns()}",  # a name used before would resume that run
+            storage_path=str(settings.storage_path()),
+            failure_config=FailureConfig(max_failures=1),
+        ),
+    )
+    return trainer.fit().return_value
+
+
+def stop(problem):
+    """End with one sentence. Rank 0 says it; torchrun then ends the other ranks."""
+    if os.environ.get("RANK", "0") == "0":
+        sys.exit(f"train_deepspeed.py: {problem}")
+    time.sleep(10)
+    sys.exit(1)
+
+
+def main():
+    args = parse_args()
+    under_torchrun = "RANK" in os.environ
+    if not under_torchrun and not args.num_workers:
+        sys.exit(
+            "Start me with torchrun: torchrun --nproc_per_node=2 train_deepspeed.py, or "
+            "with Ray Train: python train_deepspeed.py --num-workers 2"
+        )
+    try:
+        args.ds_config = check(
+            args, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        )
+        if under_torchrun:
+            load_deepspeed().init_distributed(settings.backend())
+            report = train(args)
+        else:
+            report = train_with_ray(args)
+    except (ValueError, OSError) as problem:
+        stop(problem)
+    if os.environ.get("RANK", "0") == "0":
+        print(
+            f"steps {report['first_step'] + 1} to {args.steps}: "
+            f"last loss {report['losses'][-1]:.3f}, test loss {report['test_loss']:.3f}"
+        )
+    if under_torchrun:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
