@@ -111,9 +111,8 @@ def set_up(args):
                 "--nproc_per_node, or add --smoke-test to run on the CPU."
             )
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        settings.backend()
-    )  # reads RANK, WORLD_SIZE, MASTER_ADDR...
+    # reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which torchrun has set
+    dist.init_process_group(settings.backend())
     train_set = datasets.load(args.dataset, "train")
     test_set = datasets.load(args.dataset, "test")
     if len(train_set) < args.batch_size * dist.get_world_size():

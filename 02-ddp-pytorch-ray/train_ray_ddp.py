@@ -77,7 +77,7 @@ def evaluate(model, test_set, rank, world_size, device):
 
 
 def load_latest(model):
-    """Load the run's latest checkpoint, if any; returns it, and the epoch to start at."""
+    """Load the latest checkpoint, if any; returns it, and the epoch to start at."""
     checkpoint = ray.train.get_checkpoint()  # after a failure, or of a resumed run
     if not checkpoint:
         return None, 0

@@ -69,9 +69,11 @@ def navigation(path: Path) -> str:
 def with_navigation(path: Path, notebook: nbformat.NotebookNode) -> None:
     """Put the navigation line on top of the first cell and at the end of the last."""
     line = navigation(path)
+    if notebook.cells[-1].cell_type != "markdown":
+        notebook.cells.append(nbformat.v4.new_markdown_cell(id="navigation"))
     first, last = notebook.cells[0], notebook.cells[-1]
     first.source = line + "\n\n" + NAVIGATION.sub("", first.source).strip()
-    last.source = NAVIGATION.sub("", last.source).strip() + "\n\n" + line
+    last.source = (NAVIGATION.sub("", last.source).strip() + "\n\n" + line).strip()
 
 
 def execute(
@@ -141,6 +143,14 @@ def record(paths: list[Path]) -> None:
         temporary.replace(path)
 
 
+def link(paths: list[Path]) -> None:
+    """Write the navigation of notebooks anew, without executing them."""
+    for path in paths:
+        notebook = nbformat.read(path, as_version=4)
+        with_navigation(path, notebook)
+        nbformat.write(notebook, path)
+
+
 def tour(paths: list[Path]) -> int:
     """Execute copies of all notebooks and print what each one proved; 1 if one failed."""
     build = ROOT / "build" / "notebooks"
@@ -180,7 +190,7 @@ def _link(path: Path) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("command", choices=("tour", "record"))
+    parser.add_argument("command", choices=("tour", "record", "link"))
     parser.add_argument("notebooks", nargs="*", type=Path)
     args = parser.parse_args()
     paths = [path.resolve() for path in args.notebooks] or all_notebooks()
@@ -189,7 +199,7 @@ def main() -> int:
         print(f"Not a notebook of the workshop: {', '.join(unknown)}.", file=sys.stderr)
         return 2
     try:
-        return tour(paths) if args.command == "tour" else record(paths) or 0
+        return {"tour": tour, "record": record, "link": link}[args.command](paths) or 0
     except RuntimeError as error:
         print(f"Failed: {error}", file=sys.stderr)
         return 1

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import warnings
 from pathlib import Path
 
 # Read by Ray when it is imported, hence above the import.
@@ -21,6 +22,10 @@ _ENVIRONMENT = {
 }
 for _name, _value in _ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
+
+# Where ipywidgets is not installed, Ray would print a hint, and tqdm a warning.
+logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)
+warnings.filterwarnings("ignore", message="IProgress not found")
 
 import ray  # noqa: E402
 
@@ -116,14 +121,22 @@ def _connect(num_workers: int, resources: dict[str, float], options: dict) -> st
         defaults["num_cpus"] = max(os.cpu_count(), int(cpus))
         defaults["dashboard_host"] = "127.0.0.1"  # it runs code for whoever opens it
         defaults["include_dashboard"] = True
+    options = defaults | options
+    if not options["log_to_driver"]:
+        # Silences raylets' notes about processes that died, full of pids and addresses:
+        # whoever waits for such a process gets an exception that says the same.
+        ray._private.worker.print_to_stdstream = lambda *_, **__: None
     try:
-        context = ray.init(**defaults | options)
+        context = ray.init(**options)
     except ConnectionError:
         raise ConnectionError(
             f"No Ray cluster answers at RAY_ADDRESS={address}: start it, correct the "
             "address, or unset RAY_ADDRESS to start Ray on this machine."
         ) from None
     logging.getLogger("ray.train").setLevel(logging.WARNING)
+    logging.getLogger("ray.data").setLevel(
+        logging.ERROR
+    )  # a plan per execution, and so on
     return f"http://{context.dashboard_url}" if context.dashboard_url else "off"
 
 

@@ -5,6 +5,7 @@ with RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set. The function
 the process group itself.
 """
 
+import contextlib
 import multiprocessing as mp
 import os
 import socket
@@ -80,11 +81,24 @@ def _collect(ranks: list, pipes: list, deadline: float) -> list[Any]:
                 ) from None
             if not ok:
                 summary, remote_traceback = value
+                rank = _first_with(summary, rank, waiting, pipes)
                 raise RuntimeError(f"rank {rank} failed with {summary}") from (
                     RuntimeError(remote_traceback)
                 )
             results[rank] = value
     return [results[rank] for rank in range(len(pipes))]
+
+
+def _first_with(summary: str, rank: int, waiting: list, pipes: list) -> int:
+    """The lowest rank that fails alike, so that a failure on all ranks reads the same."""
+    for pipe in waiting:
+        other = pipes.index(pipe)
+        with contextlib.suppress(EOFError):
+            if other < rank and pipe.poll(timeout=1):
+                ok, value = cloudpickle.loads(pipe.recv_bytes())
+                if not ok and value[0] == summary:
+                    return other
+    return rank
 
 
 def _run_rank(payload: bytes, env: dict[str, str], sender) -> None:
@@ -94,7 +108,7 @@ def _run_rank(payload: bytes, env: dict[str, str], sender) -> None:
         function, args = cloudpickle.loads(payload)
         message = cloudpickle.dumps((True, function(*args)))
     except Exception as error:
-        summary = traceback.format_exception_only(error)[-1].strip()
+        summary = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
         message = cloudpickle.dumps((False, (summary, traceback.format_exc())))
     sender.send_bytes(message)
 

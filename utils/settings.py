@@ -1,6 +1,7 @@
 """Run mode, and what follows from it: device, number of workers, where results go."""
 
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import TypeVar
@@ -11,6 +12,11 @@ T = TypeVar("T")
 # One thread per process, as torchrun sets it: ranks on one machine share its cores,
 # and equal threads everywhere make results and times comparable.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# So that `!torchrun` is found also where this Python's environment is not activated.
+_COMMANDS = str(Path(sys.executable).parent)
+if _COMMANDS not in os.environ.get("PATH", "").split(os.pathsep):
+    os.environ["PATH"] = os.pathsep.join([_COMMANDS, os.environ.get("PATH", "")])
 
 
 def mode() -> str:

@@ -1,5 +1,6 @@
 """Show code of the scripts in a notebook, so that notebook and script never drift."""
 
+import ast
 import difflib
 import inspect
 from pathlib import Path
@@ -13,18 +14,44 @@ def source(*objects) -> Markdown:
     return Markdown(f"```python\n{code}\n```")
 
 
-def diff(old: str | Path, new: str | Path, context: int = 2) -> Markdown:
+def diff(
+    old: str | Path,
+    new: str | Path,
+    functions: tuple[str, str] | None = None,
+    context: int = 2,
+) -> Markdown:
     """What changes from file `old` to file `new`, as a unified diff.
 
+    `functions` names one function of each file to compare, instead of the whole files;
     `context` is the number of unchanged lines to show around each change.
+
+    Raises:
+        ValueError: a file has no function of that name.
     """
-    old, new = Path(old), Path(new)
+    texts = [Path(old).read_text(), Path(new).read_text()]
+    if functions:
+        texts = [function_source(t, name) for t, name in zip(texts, functions)]
+    if texts[0] == texts[1]:
+        return Markdown("No difference.")
     lines = difflib.unified_diff(
-        old.read_text().splitlines(),
-        new.read_text().splitlines(),
-        old.name,
-        new.name,
+        texts[0].splitlines(),
+        texts[1].splitlines(),
+        Path(old).name,
+        Path(new).name,
         n=context,
         lineterm="",
     )
     return Markdown("```diff\n" + "\n".join(lines) + "\n```")
+
+
+def function_source(text: str, name: str) -> str:
+    """The source of the top-level function or class `name` of a module's `text`.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    for node in ast.parse(text).body:
+        if getattr(node, "name", None) == name:
+            first = min([node.lineno] + [d.lineno for d in node.decorator_list])
+            return "\n".join(text.splitlines()[first - 1 : node.end_lineno])
+    raise ValueError(f"There is no function {name!r}.")

@@ -1,0 +1,159 @@
+"""Train the same ten steps with every strategy, for tests/test_parity.py.
+
+    torchrun --standalone --nproc_per_node=2 -m tests.parity RESULTS.pt
+
+To add a strategy, add an entry to STRATEGIES.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, Subset
+from torch.utils.data.distributed import DistributedSampler
+
+from tests import scripts
+from utils.datasets import digits
+from utils.models import resnet18
+
+GLOBAL_BATCH = 6  # 1, 2 and 3 workers have equal shares of it
+IMAGES = 30  # so that an epoch has 5 steps, and set_epoch matters in the second one
+EPOCHS = 2
+
+
+def average_gradients(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+
+
+def step_by_hand(model, optimizer, images, labels, average=average_gradients):
+    """A step that averages the gradients itself, between backward and step."""
+    loss = F.cross_entropy(model(images), labels)
+    optimizer.zero_grad()
+    loss.backward()
+    average(model)
+    optimizer.step()
+    return loss.detach()
+
+
+def step_without_averaging(model, optimizer, images, labels):
+    return step_by_hand(model, optimizer, images, labels, average=lambda model: None)
+
+
+def step_of_script(model, optimizer, images, labels):
+    """The step that learners take away: that of train_ddp.py."""
+    train_ddp = scripts.load(scripts.TRAIN_DDP)
+    return train_ddp.train_step(model, optimizer, images, labels)
+
+
+def step_on_unequal_shares(model, optimizer, images, labels):
+    """Rank 0 keeps one image of its share only; the average stays a plain one."""
+    keep = 1 if dist.get_rank() == 0 else len(images)
+    return step_by_hand(model, optimizer, images[:keep], labels[:keep])
+
+
+def prepared_by_ray(model: nn.Module) -> nn.Module:
+    from ray.train.torch import prepare_model  # only workers of Ray Train may call it
+
+    return prepare_model(model)
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """wrap(model) and step(model, optimizer, images, labels) make a strategy.
+
+    gradient and parameters return the whole tensors of a wrapped model, also where each
+    rank holds a part only. launcher is "torchrun" or "ray".
+    """
+
+    wrap: Callable[[nn.Module], nn.Module]
+    step: Callable[..., torch.Tensor]
+    launcher: str = "torchrun"
+    norm: str = "group"
+    calls_set_epoch: bool = True
+    gradient: Callable[[nn.Module], torch.Tensor] = lambda model: torch.cat(
+        [p.grad.flatten() for p in model.parameters()]
+    )
+    parameters: Callable[[nn.Module], torch.Tensor] = lambda model: torch.cat(
+        [p.detach().flatten() for p in model.parameters()]
+    )
+
+
+STRATEGIES = {
+    "by hand": Strategy(lambda model: model, step_by_hand),
+    "DDP": Strategy(DDP, step_of_script),
+    "Ray Train DDP": Strategy(prepared_by_ray, step_of_script, launcher="ray"),
+}
+# Mistakes that the test has to see.
+CONTROLS = {
+    "no averaging": Strategy(lambda model: model, step_without_averaging),
+    "no set_epoch": Strategy(DDP, step_of_script, calls_set_epoch=False),
+    "BatchNorm": Strategy(DDP, step_of_script, norm="batch"),
+    "unequal shares": Strategy(lambda model: model, step_on_unequal_shares),
+}
+
+
+def train(
+    strategy: Strategy, dtype: torch.dtype, steps: int | None = None
+) -> dict[str, torch.Tensor]:
+    """Train on this rank; with `steps`, only so many.
+
+    Returns the loss of each step, averaged over the ranks ("losses", [steps]), the
+    gradient of the first step ("gradient", [parameters]) and the parameters after the
+    last one ("parameters", [parameters]).
+    """
+    torch.manual_seed(0)
+    model = strategy.wrap(resnet18(norm=strategy.norm).to(dtype))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+    data = Subset(digits("train"), range(IMAGES))
+    sampler = DistributedSampler(data, shuffle=True)
+    loader = DataLoader(data, GLOBAL_BATCH // dist.get_world_size(), sampler=sampler)
+    losses, gradient = [], None
+    for epoch in range(EPOCHS):
+        if strategy.calls_set_epoch:
+            sampler.set_epoch(epoch)
+        for images, labels in loader:
+            if len(losses) == steps:
+                break
+            losses.append(strategy.step(model, optimizer, images.to(dtype), labels))
+            if gradient is None:
+                gradient = strategy.gradient(model).clone()
+    mean_losses = torch.stack(losses)
+    dist.all_reduce(mean_losses)
+    return {
+        "losses": mean_losses / dist.get_world_size(),
+        "gradient": gradient,
+        "parameters": strategy.parameters(model),
+    }
+
+
+def train_all(strategies: dict[str, Strategy]) -> dict[str, dict[str, torch.Tensor]]:
+    """Every strategy in float64 over all steps, with the gradient of the first one in
+    float32 as "gradient32"."""
+    results = {}
+    for name, strategy in strategies.items():
+        results[name] = train(strategy, torch.float64)
+        single = train(strategy, torch.float32, steps=1)
+        results[name]["gradient32"] = single["gradient"]
+    return results
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    chosen = {n: s for n, s in STRATEGIES.items() if s.launcher == "torchrun"}
+    if dist.get_world_size() == 2:
+        chosen |= CONTROLS
+    results = train_all(chosen)
+    if dist.get_rank() == 0:
+        torch.save(results, sys.argv[1])
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

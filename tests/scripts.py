@@ -1,0 +1,19 @@
+"""The take-away scripts of the numbered folders, as paths and as modules."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).parent.parent
+TRAIN_DDP = ROOT / "01-ddp-pytorch-only" / "train_ddp.py"
+LAUNCH_MULTINODE = ROOT / "01-ddp-pytorch-only" / "launch_multinode_ddp.sh"
+TRAIN_RAY_DDP = ROOT / "02-ddp-pytorch-ray" / "train_ray_ddp.py"
+TRAIN_RAY_DDP_WITH_RAY_DATA = TRAIN_RAY_DDP.with_name("train_ray_ddp_with_ray_data.py")
+
+
+def load(path: Path) -> ModuleType:
+    """Import a script without running it: its folder's name is no package name."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

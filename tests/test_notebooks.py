@@ -1,0 +1,201 @@
+"""The notebooks keep to the design, and comparing their outputs bites."""
+
+import ast
+import json
+import re
+import statistics
+import subprocess
+import sys
+
+import nbformat
+import pytest
+
+from tests import notebooks, scripts
+from utils.show import function_source
+
+ALL = notebooks.all_notebooks()
+FORBIDDEN_OUTPUT = {
+    "a path of this machine": r"/(?:root|home|Users|tmp|work)/",
+    "a process id": r"\(?pid=\d+",
+    "terminal colours": r"\x1b\[",
+    "widget state": r"widget-view",
+    "an address": r"\b(?:10|172|192)\.\d+\.\d+\.\d+",
+}
+FORBIDDEN_SOURCE = {
+    "sys.path surgery": r"sys\.path",
+    "a star import": r"import \*",
+    "GPUs hard-coded": r"use_gpu=True",
+    "a banner": r"# ?[=\-#]{10,}",
+}
+
+
+@pytest.fixture(params=ALL, ids=[str(p.relative_to(notebooks.ROOT)) for p in ALL])
+def notebook(request):
+    node = nbformat.read(request.param, as_version=4)
+    node.path = request.param
+    return node
+
+
+def code_cells(notebook) -> list:
+    return [c for c in notebook.cells if c.cell_type == "code" and c.source.strip()]
+
+
+def lines(cell) -> list[str]:
+    return [line for line in cell.source.splitlines() if line.strip()]
+
+
+def test_every_cell_was_executed_in_order(notebook):
+    """nbval compares nothing in a cell without an execution count."""
+    counts = [cell.execution_count for cell in code_cells(notebook)]
+    assert counts == list(range(1, len(counts) + 1))
+
+
+def test_cells_are_short_and_narrow(notebook):
+    lengths = sorted(len(lines(cell)) for cell in code_cells(notebook))
+    assert statistics.median(lengths) <= 8
+    assert lengths[int(0.95 * (len(lengths) - 1))] <= 25
+    assert lengths[-1] <= 40
+    widest = max((line for c in code_cells(notebook) for line in lines(c)), key=len)
+    assert len(widest) <= 88, widest
+
+
+def test_code_is_explained(notebook):
+    code = len(code_cells(notebook))
+    text = sum(cell.cell_type == "markdown" for cell in notebook.cells)
+    assert text >= 0.5 * code
+
+
+@pytest.mark.parametrize("what", FORBIDDEN_OUTPUT)
+def test_outputs_are_clean(notebook, what):
+    for cell in code_cells(notebook):
+        for output in cell.outputs:
+            output.pop("traceback", None)  # never compared, and names this machine
+            shown = {
+                k: v for k, v in output.get("data", {}).items() if "image" not in k
+            }
+            text = json.dumps(output | {"data": shown}, ensure_ascii=False)
+            assert not re.search(FORBIDDEN_OUTPUT[what], text), cell.source
+
+
+@pytest.mark.parametrize("what", FORBIDDEN_SOURCE)
+def test_sources_are_clean(notebook, what):
+    for cell in code_cells(notebook):
+        assert not re.search(FORBIDDEN_SOURCE[what], cell.source), cell.source
+
+
+def test_errors_are_announced(notebook):
+    for cell in code_cells(notebook):
+        failed = any(output.output_type == "error" for output in cell.outputs)
+        expected = "raises-exception" in cell.metadata.get("tags", [])
+        assert failed == expected, cell.source
+
+
+def test_metadata_name_the_kernel_only(notebook):
+    assert set(notebook.metadata) == {"kernelspec", "language_info"}
+    assert notebook.metadata.kernelspec.name == "python3"
+    assert notebook.metadata.language_info == {"name": "python"}
+
+
+def test_navigation_is_fresh(notebook):
+    line = notebooks.navigation(notebook.path)
+    assert notebook.cells[0].source.startswith(line)
+    assert notebook.cells[-1].source.endswith(line)
+
+
+def test_notebook_proves_something(notebook):
+    if notebook.path.stem != "solutions":
+        assert notebooks.proofs(notebook)
+
+
+def test_functions_of_the_ray_notebook_are_those_of_the_script():
+    script = scripts.TRAIN_RAY_DDP.read_text()
+    path = scripts.TRAIN_RAY_DDP.parent / "02_ray_train_ddp.ipynb"
+    ours = {
+        "train_step",
+        "train_epoch",
+        "evaluate",
+        "report",
+        "load_latest",
+        "train_fn",
+    }
+    seen = set()
+    for cell in code_cells(nbformat.read(path, as_version=4)):
+        if cell.source.lstrip().startswith(("def ", "@")):
+            for node in ast.parse(cell.source).body:
+                if getattr(node, "name", None) in ours:
+                    theirs = ast.parse(function_source(script, node.name)).body[0]
+                    assert ast.dump(node) == ast.dump(theirs), node.name
+                    seen.add(node.name)
+    assert seen == ours
+
+
+@pytest.mark.parametrize("name", ["train_step", "evaluate"])
+def test_functions_of_both_scripts_are_equal(name):
+    sources = [p.read_text() for p in (scripts.TRAIN_DDP, scripts.TRAIN_RAY_DDP)]
+    assert len({function_source(source, name) for source in sources}) == 1
+
+
+@pytest.mark.parametrize("stale", [False, True], ids=["as recorded", "a digit changed"])
+def test_nbval_compares_outputs(tmp_path, stale):
+    """The canary: a recorded output with one digit changed has to fail."""
+    cell = nbformat.v4.new_code_cell("print(41 + 1)", execution_count=1)
+    text = "43\n" if stale else "42\n"
+    cell.outputs = [nbformat.v4.new_output("stream", name="stdout", text=text)]
+    nbformat.write(nbformat.v4.new_notebook(cells=[cell]), tmp_path / "canary.ipynb")
+    status, output = nbval(tmp_path)
+    assert status == (1 if stale else 0), output
+    assert ("1 failed" if stale else "1 passed") in output
+
+
+def test_a_command_that_fails_is_seen(tmp_path):
+    source = "%config InteractiveShell.system_raise_on_error = True\n!false"
+    cell = nbformat.v4.new_code_cell(source, execution_count=1)
+    nbformat.write(nbformat.v4.new_notebook(cells=[cell]), tmp_path / "canary.ipynb")
+    status, output = nbval(tmp_path)
+    assert status == 1, output
+
+
+def test_output_of_child_processes_is_compared(tmp_path):
+    cell = nbformat.v4.new_code_cell("!echo 42", execution_count=1)
+    cell.outputs = [nbformat.v4.new_output("stream", name="stdout", text="42\r\n")]
+    nbformat.write(nbformat.v4.new_notebook(cells=[cell]), tmp_path / "canary.ipynb")
+    status, output = nbval(tmp_path)
+    assert status == 0, output
+
+
+def nbval(folder) -> tuple[int, str]:
+    """Compare the notebooks of a folder, with the options and plugins of this project."""
+    command = [sys.executable, "-m", "pytest", "--nbval", "--rootdir", notebooks.ROOT]
+    command += ["-c", notebooks.ROOT / "pyproject.toml", "-p", "conftest", folder]
+    done = subprocess.run(command, cwd=notebooks.ROOT, capture_output=True, text=True)
+    return done.returncode, done.stdout
+
+
+def test_a_failure_names_notebook_and_cell(tmp_path, monkeypatch):
+    monkeypatch.setattr(notebooks, "ROOT", tmp_path)
+    cells = [
+        nbformat.v4.new_markdown_cell("# Title"),
+        nbformat.v4.new_code_cell("1 / 0"),
+    ]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "broken.ipynb")
+    with pytest.raises(
+        RuntimeError, match=r"broken\.ipynb, cell 1: .*ZeroDivisionError"
+    ):
+        notebooks.execute(tmp_path / "broken.ipynb", {})
+
+
+def test_what_a_notebook_leaves_behind_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(notebooks, "ROOT", tmp_path)
+    source = (
+        "import subprocess\n"
+        "subprocess.Popen(['sleep', '1234567'], start_new_session=True).pid"
+    )
+    cell = nbformat.v4.new_code_cell(source)
+    nbformat.write(nbformat.v4.new_notebook(cells=[cell]), tmp_path / "left.ipynb")
+    executed = notebooks.execute(tmp_path / "left.ipynb", {})
+    pid = int(executed.cells[0].outputs[0].data["text/plain"])
+    notebooks.psutil.wait_procs(
+        [notebooks.psutil.Process(pid)] if notebooks.psutil.pid_exists(pid) else [],
+        timeout=5,
+    )
+    assert not notebooks.psutil.pid_exists(pid)

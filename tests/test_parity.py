@@ -1,0 +1,114 @@
+"""N workers train like one process: same losses, gradients and parameters.
+
+Two criteria, as float32 rounding of 1e-7 grows to 1e-3 within ten AdamW steps: float64
+decides "same algorithm" over all steps, float32 decides "same code path" on the first
+gradient.
+"""
+
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+import torch.distributed as dist
+from ray.train import RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+
+from tests import parity, scripts
+from utils.cluster import start_ray
+
+FLOAT64, FLOAT32 = 1e-10, 1e-5
+WORKERS = (1, 2, 3)
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a - b).norm() / b.norm()).item()
+
+
+@cache
+def one_process() -> dict[str, torch.Tensor]:
+    """The reference: no wrap, no averaging, one process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    alone = parity.Strategy(lambda model: model, parity.step_without_averaging)
+    result = parity.train_all({"alone": alone})["alone"]
+    dist.destroy_process_group()
+    return result
+
+
+@cache
+def with_torchrun(num_workers: int) -> dict[str, dict[str, torch.Tensor]]:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "results.pt"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += [f"--nproc_per_node={num_workers}", "-m", "tests.parity", file]
+        subprocess.run(command, check=True, cwd=scripts.ROOT, timeout=240)
+        return torch.load(file, weights_only=True)
+
+
+@cache
+def with_ray(num_workers: int) -> dict[str, dict[str, torch.Tensor]]:
+    # The workers cannot import this folder: send its functions along.
+    ray.cloudpickle.register_pickle_by_value(parity)
+    ray.cloudpickle.register_pickle_by_value(scripts)
+    chosen = {n: s for n, s in parity.STRATEGIES.items() if s.launcher == "ray"}
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = TorchTrainer(
+            lambda config: as_numpy(parity.train_all(chosen)),  # Ray wants no tensors
+            scaling_config=ScalingConfig(num_workers=num_workers),
+            run_config=RunConfig(name="parity", storage_path=folder),
+        )
+        returned = trainer.fit().return_value
+    return {
+        n: {k: torch.from_numpy(v) for k, v in r.items()} for n, r in returned.items()
+    }
+
+
+def as_numpy(results: dict[str, dict[str, torch.Tensor]]) -> dict[str, dict]:
+    return {n: {k: v.numpy() for k, v in r.items()} for n, r in results.items()}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ray():
+    start_ray(num_workers=max(WORKERS))
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(params=WORKERS, ids=lambda n: f"{n} workers")
+def num_workers(request) -> int:
+    return request.param
+
+
+def result(name: str, num_workers: int) -> dict[str, torch.Tensor]:
+    launcher = parity.STRATEGIES[name].launcher
+    return (with_ray if launcher == "ray" else with_torchrun)(num_workers)[name]
+
+
+@pytest.mark.parametrize("name", parity.STRATEGIES)
+def test_float64_equals_one_process_after_ten_steps(name, num_workers):
+    ours, theirs = result(name, num_workers), one_process()
+    assert len(theirs["losses"]) == 10
+    assert relative(ours["losses"], theirs["losses"]) < FLOAT64
+    assert relative(ours["gradient"], theirs["gradient"]) < FLOAT64
+    assert relative(ours["parameters"], theirs["parameters"]) < FLOAT64
+
+
+@pytest.mark.parametrize("name", parity.STRATEGIES)
+def test_float32_first_gradient_equals_one_process(name, num_workers):
+    ours, theirs = result(name, num_workers), one_process()
+    assert ours["gradient32"].dtype == torch.float32
+    assert relative(ours["gradient32"], theirs["gradient32"]) < FLOAT32
+
+
+@pytest.mark.parametrize("name", parity.CONTROLS)
+def test_a_mistake_is_seen(name):
+    """A negative control: each mistake is at least a million times the tolerance off."""
+    ours, theirs = with_torchrun(2)[name], one_process()
+    assert relative(ours["parameters"], theirs["parameters"]) > 1e6 * FLOAT64
+    if name != "no set_epoch":  # which is right in the first step
+        assert relative(ours["gradient"], theirs["gradient"]) > 1e6 * FLOAT64
+        assert relative(ours["gradient32"], theirs["gradient32"]) > 1e3 * FLOAT32
