@@ -97,8 +97,8 @@ def read_images(path, on_corrupt):
         shuffle="files",  # another order of files in every epoch
         include_paths=True,
     )
-    decode_batch = partial(decode, on_corrupt=on_corrupt)
-    return dataset.map_batches(decode_batch, batch_size=32), num_rows
+    # Without batch_size, so that Ray Data reads and decodes in one task.
+    return dataset.map_batches(partial(decode, on_corrupt=on_corrupt)), num_rows
 
 
 def train_step(model, optimizer, images, labels):
@@ -150,7 +150,7 @@ def evaluate(model, test_shard, rank, world_size):
 
 
 def load_latest(model):
-    """Load the run's latest checkpoint, if any; returns it, and the epoch to start at."""
+    """Load the latest checkpoint, if any; returns it, and the epoch to start at."""
     checkpoint = ray.train.get_checkpoint()  # after a failure, or of a resumed run
     if not checkpoint:
         return None, 0

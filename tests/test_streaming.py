@@ -140,7 +140,6 @@ def test_a_dataset_of_four_times_the_store_streams_through_it(tmp_path):
 def test_training_through_ray_data_equals_the_dataloader(shards):
     """Same order of rows: the same weights, bit for bit, and those of one process."""
     script = scripts.load(scripts.TRAIN_RAY_DDP_WITH_RAY_DATA)
-    ray.cloudpickle.register_pickle_by_value(script)
     decode = script.decode
     dataset = ray.data.read_parquet(
         [str(p) for p in shards], shuffle="files"

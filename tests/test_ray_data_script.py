@@ -1,0 +1,156 @@
+"""train_ray_ddp_with_ray_data.py: a whole run with damaged data, and every bad input."""
+
+import argparse
+import inspect
+import re
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import ray
+
+from tests import scripts
+from utils.cluster import start_ray
+from utils.shards import write_shards
+
+script = scripts.load(scripts.TRAIN_RAY_DDP_WITH_RAY_DATA)
+
+
+@pytest.fixture(scope="module")
+def damaged(tmp_path_factory):
+    """Four files of 48 rows: one image of the first is corrupt, the last file is cut."""
+    folder = tmp_path_factory.mktemp("damaged")
+    paths = list(write_shards(folder, 1.6e-4, image_size=28, rows_per_shard=48))
+    assert len(paths) == 4
+    table = pq.read_table(paths[0])
+    images = table["image"].to_pylist()
+    images[7] = images[7][:100]
+    pq.write_table(table.set_column(1, "image", pa.array(images)), paths[0])
+    paths[3].write_bytes(paths[3].read_bytes()[:2000])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole_files(damaged, tmp_path_factory):
+    """The same without the file that was cut: one image is still corrupt."""
+    folder = tmp_path_factory.mktemp("whole") / "files"
+    shutil.copytree(damaged, folder)
+    (folder / "shard-00003.parquet").unlink()
+    return folder
+
+
+def options(**changes):
+    """The command line's defaults, with changes."""
+    defaults = {"num_workers": 1, "batch_size": 32, "on_corrupt": "fail"}
+    defaults |= {"checkpoint_dir": None, "resume": False, "data_path": None}
+    return argparse.Namespace(**defaults | changes)
+
+
+def run(*arguments):
+    return subprocess.run(
+        [sys.executable, scripts.TRAIN_RAY_DDP_WITH_RAY_DATA, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+def test_what_both_scripts_have_is_the_same():
+    other = scripts.load(scripts.TRAIN_RAY_DDP)
+    for name in ("train_step", "load_latest", "report"):
+        ours, theirs = getattr(script, name), getattr(other, name)
+        assert inspect.getsource(ours) == inspect.getsource(theirs)
+
+
+def test_a_run_leaves_out_and_counts_what_is_corrupt(damaged, tmp_path):
+    """3 files of 48 rows are whole: 144 rows, 72 for each worker, 4 batches of 18."""
+    arguments = ["--data-path", damaged, "--on-corrupt", "skip", "--num-workers", 2]
+    arguments += ["--num-epochs", 2, "--batch-size", 18, "--smoke-test"]
+    done = run(*arguments, "--checkpoint-dir", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.search(
+        r"Left out 1 corrupt file\(s\): .*shard-00003\.parquet", done.stdout
+    )
+    assert "144 rows to train on, 72 for each worker" in done.stdout
+    epochs = re.findall(
+        r"epoch \d: loss \S+ steps (\d+), rows (\d+), corrupt (\d+)", done.stdout
+    )
+    assert len(epochs) == 2
+    assert set(epochs) == {("4", "144", "1")}
+    assert len(list(tmp_path.glob("*/checkpoint_2*"))) == 1  # of the last epoch
+    again = run(*arguments, "--checkpoint-dir", tmp_path)
+    assert again.returncode == 1
+    assert "holds an earlier run: add --resume" in again.stderr
+
+
+def test_decode_gives_black_and_a_label_that_the_loss_ignores():
+    batch = {"image": [b"no image"], "label": np.array([3]), "path": ["here.parquet"]}
+    decoded = script.decode(batch, on_corrupt="skip")
+    assert decoded["image"].shape == (1, 1, 28, 28)
+    assert decoded["image"].max() == 0
+    assert decoded["label"].tolist() == [script.CORRUPT]
+    with pytest.raises(ValueError, match=r"An image in here\.parquet is corrupt"):
+        script.decode(batch, on_corrupt="fail")
+
+
+@pytest.fixture(scope="module")
+def own_ray():
+    start_ray(1)
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.usefixtures("own_ray")
+class TestSetUp:
+    def test_a_corrupt_image_fails_with_the_name_of_its_file(self, whole_files):
+        dataset, rows = script.read_images(str(whole_files), "fail")
+        assert rows == 3 * 48
+        with pytest.raises(Exception, match=r"shard-00000\.parquet is corrupt"):
+            dataset.take_all()
+
+    def test_a_corrupt_image_is_counted(self, whole_files):
+        dataset, _ = script.read_images(str(whole_files), "skip")
+        labels = [row["label"] for row in dataset.take_all()]
+        assert len(labels) == 3 * 48
+        assert labels.count(script.CORRUPT) == 1
+
+    def test_a_cut_file_fails_with_its_name(self, damaged):
+        with pytest.raises(ValueError, match=r"shard-00003\.parquet is not a whole"):
+            script.set_up(options(data_path=str(damaged)))
+
+    def test_a_path_that_does_not_exist_is_named(self, tmp_path):
+        with pytest.raises(OSError, match=r"nowhere cannot be read"):
+            script.set_up(options(data_path=str(tmp_path / "nowhere")))
+
+    def test_batches_larger_than_a_shard_are_refused(self, whole_files):
+        with pytest.raises(ValueError, match="The batch size is 145, but each of 1"):
+            script.set_up(options(data_path=str(whole_files), batch_size=145))
+
+    def test_more_workers_than_the_cluster_has_room_for_are_refused(self, whole_files):
+        with pytest.raises(RuntimeError, match="asks for 99 workers"):
+            script.set_up(options(data_path=str(whole_files), num_workers=99))
+
+
+def test_more_data_than_the_disk_holds_is_refused_before_writing():
+    with pytest.raises(OSError, match=r"1e\+09 GB more do not fit the disk"):
+        script.set_up(options(data_size_gb=1e9))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"resume": True}, "--resume needs --checkpoint-dir"),
+        ({"resume": True, "checkpoint_dir": "empty"}, "There is no run in .*empty"),
+        ({"checkpoint_dir": "a_file/folder"}, "cannot be written to"),
+    ],
+)
+def test_wrong_checkpoint_folders_are_named(changes, sentence, tmp_path):
+    (tmp_path / "a_file").write_text("")
+    if folder := changes.get("checkpoint_dir"):
+        changes = changes | {"checkpoint_dir": tmp_path / folder}
+    with pytest.raises((ValueError, OSError), match=sentence):
+        script.set_up(options(**changes))
