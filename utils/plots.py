@@ -50,13 +50,39 @@ def bars(
     with plt.rc_context(_STYLE):
         height = 1.1 + 0.36 * len(values)
         _, ax = plt.subplots(figsize=(7, height), layout="constrained")
-        drawn = ax.barh(list(values), list(values.values()), color=COLORS[0], height=0.6)
-        ax.bar_label(drawn, [number_format.format(v) for v in values.values()], padding=3)
+        drawn = ax.barh(
+            list(values), list(values.values()), color=COLORS[0], height=0.6
+        )
+        ax.bar_label(
+            drawn, [number_format.format(v) for v in values.values()], padding=3
+        )
         ax.margins(x=0.12)
         ax.invert_yaxis()
         if reference:
-            ax.axvline(reference[1], color=COLORS[1], linestyle="--", label=reference[0])
+            ax.axvline(
+                reference[1], color=COLORS[1], linestyle="--", label=reference[0]
+            )
             ax.legend(loc="lower right")
+        ax.set(title=title, xlabel=xlabel)
+        plt.show()
+
+
+def stacked_bars(
+    rows: Mapping[str, Mapping[str, float]], title: str, xlabel: str
+) -> None:
+    """Horizontal bars made of parts, with their totals; every row has the same parts."""
+    with plt.rc_context(_STYLE):
+        height = 1.3 + 0.4 * len(rows)
+        _, ax = plt.subplots(figsize=(7, height), layout="constrained")
+        left = [0.0] * len(rows)
+        for part in next(iter(rows.values())):
+            widths = [row[part] for row in rows.values()]
+            drawn = ax.barh(list(rows), widths, left=left, height=0.6, label=part)
+            left = [start + width for start, width in zip(left, widths)]
+        ax.bar_label(drawn, [f"{total:.3g}" for total in left], padding=3)
+        ax.margins(x=0.12)
+        ax.invert_yaxis()
+        ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
         ax.set(title=title, xlabel=xlabel)
         plt.show()
 
@@ -72,10 +98,17 @@ def timeline(
             color = COLORS[number % len(COLORS)]
             for start, end, label in spans:
                 ax.barh(
-                    name, end - start, left=start, height=0.6, color=color, edgecolor="w"
+                    name,
+                    end - start,
+                    left=start,
+                    height=0.6,
+                    color=color,
+                    edgecolor="w",
                 )
                 middle = (start + end) / 2
-                ax.text(middle, number, label, ha="center", va="center", color="w", size=8)
+                ax.text(
+                    middle, number, label, ha="center", va="center", color="w", size=8
+                )
         ax.invert_yaxis()
         ax.set(title=title, xlabel=xlabel)
         plt.show()
