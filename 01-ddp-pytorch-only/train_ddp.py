@@ -7,6 +7,7 @@ Runs on GPUs where there are any, else on CPUs. With `--checkpoint-dir` and
 """
 
 import argparse
+import contextlib
 import gc
 import os
 import sys
@@ -26,7 +27,7 @@ from utils.models import resnet18
 
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=32, help="per worker")
     parser.add_argument("--lr", type=float, default=3e-4, help="of AdamW")
     parser.add_argument(
@@ -76,7 +77,8 @@ def save_checkpoint(state, path):
         torch.save(state, temporary)
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:  # torch.save says RuntimeError: disk full
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise OSError(
             f"The checkpoint {path} cannot be written ({error}): name a folder that is "
             "writable and has room. What was saved before is untouched."

@@ -33,8 +33,8 @@ from utils.models import resnet18
 
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--num-workers", type=int, default=settings.num_workers())
-    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--num-workers", type=int, help="default: 2, or all GPUs")
+    parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=32, help="per worker")
     parser.add_argument("--lr", type=float, default=3e-4, help="of AdamW")
     parser.add_argument(
@@ -181,16 +181,16 @@ def find_run(args):
 def main():
     args = parse_args()
     try:
+        num_workers = args.num_workers or settings.num_workers()
+        use_gpu = settings.device().type == "cuda"
         name, folder = find_run(args)
-        start_ray(args.num_workers, log_to_driver=True)
+        start_ray(num_workers, log_to_driver=True)
     except (ValueError, OSError, RuntimeError) as problem:
         sys.exit(f"train_ray_ddp.py: {problem}")
     trainer = TorchTrainer(
         train_fn,
         train_loop_config=vars(args),
-        scaling_config=ScalingConfig(
-            num_workers=args.num_workers, use_gpu=settings.device().type == "cuda"
-        ),
+        scaling_config=ScalingConfig(num_workers=num_workers, use_gpu=use_gpu),
         run_config=RunConfig(
             name=name,
             storage_path=str(folder),

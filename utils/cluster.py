@@ -2,6 +2,7 @@
 
 import logging
 import os
+import socket
 import warnings
 from pathlib import Path
 
@@ -127,8 +128,11 @@ def _connect(num_workers: int, resources: dict[str, float], options: dict) -> st
         # whoever waits for such a process gets an exception that says the same.
         ray._private.worker.print_to_stdstream = lambda *_, **__: None
     try:
+        if ":" in address and "//" not in address:  # Ray itself tries for two minutes
+            host, port = address.rsplit(":", 1)
+            socket.create_connection((host, int(port)), timeout=10).close()
         context = ray.init(**options)
-    except ConnectionError:
+    except (OSError, ValueError):  # Ray's ConnectionError is an OSError
         raise ConnectionError(
             f"No Ray cluster answers at RAY_ADDRESS={address}: start it, correct the "
             "address, or unset RAY_ADDRESS to start Ray on this machine."

@@ -1,0 +1,77 @@
+"""No run of train_ddp.py ends in an abort: 30 launches of two ranks, 30 clean exits.
+
+Each rank leaves through the interpreter's own end, as under torchrun. To make 30 launches
+affordable the ranks are forked from one process that has imported torch, and train a
+small model on a few images.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+
+from tests import scripts
+
+LAUNCHES = 30
+
+# argv: how to end ("as the script does" or "abruptly"), then a port for each launch
+PROGRAM = """
+import gc, os, sys
+import torch
+from torch.utils.data import TensorDataset
+from tests import scripts
+from utils import datasets
+
+ending, ports = sys.argv[1], sys.argv[2:]
+train_ddp = scripts.load(scripts.TRAIN_DDP)
+train_ddp.resnet18 = lambda in_channels: torch.nn.Sequential(
+    torch.nn.Flatten(), torch.nn.Linear(28 * 28, 10)
+)
+datasets.DATASETS["digits"] = lambda split: TensorDataset(
+    torch.rand(8, 1, 28, 28), torch.arange(8)
+)
+kept, DDP = [], train_ddp.DDP
+if ending == "abruptly":  # DDP's objects are alive when the group goes
+    train_ddp.DDP = lambda *a, **k: kept.append(DDP(*a, **k)) or kept[-1]
+
+gc.freeze()  # nothing imported so far has to be walked in each child again
+for port in ports:
+    children = []
+    for rank in range(2):
+        pid = os.fork()
+        if pid == 0:
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+            sys.argv = ["train_ddp.py", "--epochs=1", "--batch-size=2"]
+            sys.stdout = open(os.devnull, "w")
+            train_ddp.main()
+            sys.exit()  # through the interpreter's own end
+        children.append(pid)
+    print(*[os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children])
+"""
+
+
+def free_ports(count: int) -> list[str]:
+    sockets = [socket.socket() for _ in range(count)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    ports = [str(each.getsockname()[1]) for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def exit_codes(ending: str) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, ending, *free_ports(LAUNCHES)],
+        cwd=scripts.ROOT,
+        env=os.environ | {"PYTHONPATH": str(scripts.ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    return done.stdout.splitlines()
+
+
+def test_thirty_launches_end_cleanly():
+    assert exit_codes("as the script does") == ["0 0"] * LAUNCHES

@@ -1,0 +1,131 @@
+"""utils.cluster: Ray starts quietly, carries utils along, and says what does not fit."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests import scripts
+
+PROGRAM = """
+import json, os, ray
+from utils.cluster import start_ray, check_fits
+start_ray(num_workers=3)
+
+@ray.remote
+def elsewhere():
+    import sys
+    os.chdir("/")
+    sys.path = [p for p in sys.path if p not in ("", os.environ["REPOSITORY"])]
+    sys.meta_path = [f for f in sys.meta_path if "editable" not in repr(f)]
+    for name in [n for n in sys.modules if n.split(".")[0] == "utils"]:
+        del sys.modules[name]
+    import utils.models
+    return utils.models.__file__
+
+found = ray.get(elsewhere.remote())
+nodes = ray.nodes()
+try:
+    check_fits(2, {"CPU": 1, "GPU": 1})
+    problem = ""
+except RuntimeError as error:
+    problem = str(error)
+print(json.dumps({
+    "cpus": ray.cluster_resources()["CPU"], "found": found, "problem": problem,
+    "usage": os.environ["RAY_USAGE_STATS_ENABLED"],
+    "poll": os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"],
+}))
+"""
+
+
+def run(program: str, **environment) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        cwd="/",
+        env=os.environ | {"REPOSITORY": str(scripts.ROOT)} | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.fixture(scope="module")
+def started() -> tuple[str, dict]:
+    done = run(PROGRAM)
+    assert done.returncode == 0, done.stderr
+    first, last = done.stdout.splitlines()
+    return first, json.loads(last)
+
+
+def test_one_line_with_the_dashboard_on_this_machine_only(started):
+    assert "Dashboard: http://127.0.0.1:" in started[0]
+
+
+def test_cpus_for_all_workers_and_two_more(started):
+    assert started[1]["cpus"] == max(os.cpu_count(), 3 + 2)
+
+
+def test_utils_reach_a_worker_that_cannot_see_this_folder(started):
+    assert started[1]["found"].endswith("utils/models.py")
+    assert not started[1]["found"].startswith(str(scripts.ROOT))
+
+
+def test_no_statistics_and_a_short_poll(started):
+    assert started[1]["usage"] == "0"
+    assert float(started[1]["poll"]) == 0.2
+
+
+def test_a_request_that_fits_no_node_is_said(started):
+    problem = started[1]["problem"]
+    assert "asks for 2 workers with 1 CPU, 1 GPU each" in problem  # asked
+    assert "has room for 0" in problem  # there is
+    assert "lower the number of workers" in problem  # to change
+
+
+def test_a_cluster_that_does_not_answer_is_said():
+    program = "from utils.cluster import start_ray\nstart_ray()"
+    done = run(
+        program, RAY_ADDRESS="127.0.0.1:1", RAY_gcs_rpc_server_connect_timeout_s="1"
+    )
+    assert done.returncode == 1
+    assert "No Ray cluster answers at RAY_ADDRESS=127.0.0.1:1" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("nodes", "workers", "resources", "fits"),
+    [
+        ([{"CPU": 4}], 4, {"CPU": 1}, True),
+        ([{"CPU": 4}], 5, {"CPU": 1}, False),
+        (
+            [{"CPU": 3}, {"CPU": 3}],
+            3,
+            {"CPU": 2},
+            False,
+        ),  # one worker has to fit one node
+        ([{"CPU": 4}, {"CPU": 4}], 4, {"CPU": 2}, True),
+        ([{"CPU": 8, "GPU": 1}], 2, {"CPU": 1, "GPU": 0.5}, True),
+        ([{"CPU": 8}], 1, {"GPU": 1}, False),
+        ([], 1, {"CPU": 1}, False),
+    ],
+)
+def test_fitting(monkeypatch, nodes, workers, resources, fits):
+    from utils import cluster
+
+    alive = [{"Alive": True, "Resources": node} for node in nodes]
+    dead = [{"Alive": False, "Resources": {"CPU": 100, "GPU": 100}}]
+    monkeypatch.setattr(cluster.ray, "nodes", lambda: alive + dead)
+    if fits:
+        cluster.check_fits(workers, resources)
+    else:
+        with pytest.raises(RuntimeError, match="has room for"):
+            cluster.check_fits(workers, resources)
+
+
+def test_a_cluster_that_grows_is_not_checked(monkeypatch):
+    from utils import cluster
+
+    monkeypatch.setenv("WORKSHOP_AUTOSCALING", "1")
+    monkeypatch.setattr(cluster.ray, "nodes", lambda: [])
+    cluster.check_fits(100, {"GPU": 1})
