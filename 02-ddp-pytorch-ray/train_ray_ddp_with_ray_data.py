@@ -42,7 +42,7 @@ def parse_args():
     )
     parser.add_argument("--data-path", help="Parquet files: a folder, s3://, gs://")
     parser.add_argument("--num-epochs", type=int, default=2)
-    parser.add_argument("--num-workers", type=int, default=settings.num_workers())
+    parser.add_argument("--num-workers", type=int, help="default: 2, or all GPUs")
     parser.add_argument("--batch-size", type=int, default=32, help="per worker")
     parser.add_argument("--lr", type=float, default=3e-4, help="of AdamW")
     parser.add_argument("--on-corrupt", choices=("fail", "skip"), default="fail")
@@ -57,6 +57,7 @@ def parse_args():
     if args.smoke_test:
         os.environ["WORKSHOP_MODE"] = "smoke"
         args.data_size_gb = min(args.data_size_gb, 0.01)
+    args.num_workers = args.num_workers or settings.num_workers()
     return args
 
 
