@@ -32,7 +32,7 @@ $(READY): requirements.txt
 	@touch $(READY)
 
 lab: $(READY) ## open the first notebook in JupyterLab
-	@$(RUN) -m jupyter lab --ServerApp.ip=127.0.0.1 $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB_ARGS) 01-ddp-pytorch-only/01_data_parallelism_by_hand.ipynb
+	@$(RUN) -m jupyter lab --ServerApp.ip=127.0.0.1 $(if $(filter 0,$(shell id -u)),--allow-root) --LabApp.default_url=/lab/tree/01-ddp-pytorch-only/01_data_parallelism_by_hand.ipynb $(LAB_ARGS)
 
 test: $(READY) ## run all tests, and compare the outputs of all notebooks
 	@$(RUN) -m pytest --nbval tests $(PARTS)
