@@ -5,6 +5,7 @@ import shutil
 import sysconfig
 import tempfile
 import uuid
+from collections import Counter
 
 from nbval.plugin import IPyNbFile
 
@@ -22,6 +23,19 @@ def pytest_configure(config):
 
 def pytest_unconfigure(config):
     shutil.rmtree(os.environ["WORKSHOP_STORAGE"], ignore_errors=True)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Say where the time went: seconds per file, the slowest first."""
+    seconds = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if hasattr(report, "duration"):
+                seconds[report.nodeid.split("::")[0]] += report.duration
+    if len(seconds) > 1:
+        terminalreporter.section("seconds per file")
+        for name, total in seconds.most_common():
+            terminalreporter.write_line(f"{total:7.1f}  {name}")
 
 
 def setup(self):

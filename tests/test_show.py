@@ -27,4 +27,14 @@ def test_diff_shows_what_changes(tmp_path):
         " line 11",
         "```",
     ]
-    assert show.diff(old, old).data == "```diff\n\n```"
+    assert show.diff(old, old).data == "No difference."
+
+
+def test_diff_of_one_function_of_each_file(tmp_path):
+    old, new = tmp_path / "old.py", tmp_path / "new.py"
+    old.write_text("x = 1\n\n\n@property\ndef f():\n    return 1\n")
+    new.write_text("y = 2\n\n\n@property\ndef g():\n    return 1\n")
+    lines = show.diff(old, new, ("f", "g")).data.splitlines()
+    assert [line for line in lines[3:] if line[0] in "+-"] == ["-def f():", "+def g():"]
+    with pytest.raises(ValueError, match="no function 'h'"):
+        show.diff(old, new, ("f", "h"))
