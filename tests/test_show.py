@@ -1,5 +1,7 @@
 """Code shown in a notebook is the code of the file."""
 
+import pytest
+
 from utils import models, show
 
 
