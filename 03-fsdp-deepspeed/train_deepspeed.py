@@ -134,6 +134,7 @@ def read_config(args):
 
 
 def nvme_is_ready(offload):
+    load_deepspeed()
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     paths = [part["nvme_path"] for part in offload if "nvme_path" in part]
