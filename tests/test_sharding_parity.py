@@ -1,0 +1,142 @@
+"""FSDP2 and ZeRO train like one process, and hold and send what the formulas say.
+
+As in test_parity.py, float64 decides "same algorithm" and the first gradients in float32
+"same code path". ZeRO keeps float32 master copies, so its float64 runs agree to 1e-6.
+"""
+
+from functools import cache
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from tests import sharding
+from utils import comms, memory
+from utils.launch import run_ranks
+
+RESHARD = {"fsdp2": True, "fsdp2-keep": False}
+PARAMETERS = sum(p.numel() for p in sharding.build_model(torch.float32).parameters())
+
+
+def fsdp2_all() -> dict:
+    results = {}
+    for name, reshard in RESHARD.items():
+        options = {"reshard_after_forward": reshard}
+        results[name] = sharding.fsdp2(torch.float64, **options)
+        results[f"{name} float32"] = sharding.fsdp2(torch.float32, 1, **options)
+    if dist.get_world_size() == 2:
+        results["summed"] = sharding.fsdp2(torch.float64, 1, sum_gradients=True)
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        results["bf16"] = sharding.fsdp2(torch.float32, mp_policy=policy)
+        results["from meta"] = duplicated_shards()
+    return results
+
+
+def duplicated_shards() -> tuple[torch.Tensor, torch.Tensor]:
+    """What `init_weights` on shards makes of a weight, and what it should be."""
+    with torch.device("meta"):
+        model = sharding.GPT(sharding.CONFIG)
+    sharding.shard(model).to_empty(device="cpu")
+    torch.manual_seed(0)
+    model.init_weights()
+    whole = model.head.weight.full_tensor()
+    return whole, sharding.build_model(torch.float32).head.weight.detach()
+
+
+def zero_all() -> dict:
+    results = {}
+    for stage in range(4):
+        # stage 0 refuses to reduce float64
+        dtype = torch.float64 if stage else torch.float32
+        results[stage] = sharding.zero(stage, dtype)
+        results[stage, "float32"] = sharding.zero(stage, torch.float32, steps=3)
+        results[stage, "state"] = sharding.zero(stage, torch.float32, steps=2, passes=2)
+    results["bf16"] = sharding.zero(3, torch.float32, bf16={"enabled": True})
+    return results
+
+
+@cache
+def fsdp2(num_workers: int) -> dict:
+    return run_ranks(fsdp2_all, num_workers)[0]
+
+
+@cache
+def zero() -> dict:
+    return run_ranks(zero_all, 2)[0]
+
+
+@cache
+def one_process(dtype: torch.dtype) -> dict:
+    return sharding.one_process(dtype)
+
+
+def worst(ours, theirs) -> float:
+    if isinstance(ours[0], float):
+        return max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+    pairs = zip(ours, theirs, strict=True)
+    return max((a - b).abs().max().item() for a, b in pairs)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+@pytest.mark.parametrize("name", RESHARD)
+def test_fsdp2_equals_one_process(name, num_workers):
+    ours, theirs = fsdp2(num_workers)[name], one_process(torch.float64)
+    assert len(ours["losses"]) == 10
+    for key in ("losses", "gradients", "parameters"):
+        assert worst(ours[key], theirs[key]) < 1e-10, key
+    single = fsdp2(num_workers)[f"{name} float32"]
+    gradients = one_process(torch.float32)["gradients"]
+    assert worst(single["gradients"], gradients) < 1e-5
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_zero_equals_one_process(stage):
+    ours, theirs = zero()[stage], one_process(torch.float64)
+    assert len(ours["losses"]) == 10
+    assert worst(ours["losses"], theirs["losses"]) < (1e-6 if stage else 1e-5)
+    assert worst(ours["parameters"], theirs["parameters"]) < (1e-5 if stage else 1e-3)
+    gradients = one_process(torch.float32)["gradients"]
+    assert worst(zero()[stage, "float32"]["gradients"], gradients) < 1e-5
+
+
+def test_bf16_stays_near():
+    exact = one_process(torch.float64)["losses"]
+    assert 1e-6 < worst(fsdp2(2)["bf16"]["losses"], exact) < 0.05
+    assert 1e-6 < worst(zero()["bf16"]["losses"], exact) < 0.05
+
+
+def test_summed_gradients_are_seen():
+    """A negative control: without the division by the world size, twice the length."""
+    theirs = one_process(torch.float64)["gradients"]
+    ours = fsdp2(2)["summed"]["gradients"]
+    assert worst(ours, theirs) > 1e-3
+    assert worst([g / 2 for g in ours], theirs) < 1e-10
+
+
+def test_duplicated_shards_are_seen():
+    """A negative control: on a CPU mesh, `init_weights` gives all ranks one shard."""
+    ours, theirs = fsdp2(2)["from meta"]
+    assert torch.equal(*ours.chunk(2))
+    assert (ours - theirs).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", RESHARD)
+def test_fsdp2_holds_and_sends_what_the_formulas_say(name):
+    result = fsdp2(2)[f"{name} float32"]
+    predicted = memory.predict(PARAMETERS, 2, stage=3)
+    for measured, formula in zip(result["state"], predicted):
+        assert measured == pytest.approx(formula, rel=0.02)
+    sent = comms.predict(name, 4 * PARAMETERS, 2)
+    assert result["sent"] == pytest.approx(sent, rel=0.01)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_zero_holds_and_sends_what_the_formulas_say(stage):
+    per_parameter = memory.DEEPSPEED_FP32 if stage else memory.FP32
+    predicted = memory.predict(PARAMETERS, 2, stage, per_parameter)
+    # between two passes, where stage 1 holds whole gradients
+    for measured, formula in zip(zero()[stage, "state"]["state"], predicted):
+        assert measured == pytest.approx(formula, rel=0.02)
+    sent = comms.predict(f"zero{stage}" if stage else "ddp", 4 * PARAMETERS, 2)
+    assert zero()[stage, "float32"]["sent"] == pytest.approx(sent, rel=0.01)
