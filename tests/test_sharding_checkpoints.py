@@ -1,0 +1,236 @@
+"""Sharded checkpoints: other numbers of ranks, exports, a killed worker; and bad input."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from tests import scripts, sharding
+from utils.launch import run_ranks
+from utils.models import GPT, SMOKE
+
+FOLDER = sharding.TRAIN_FSDP2.parent
+
+
+def worst(ours, theirs) -> float:
+    pairs = zip(ours, theirs, strict=True)
+    return max((a - b).abs().max().item() for a, b in pairs)
+
+
+def export_fsdp2(path: Path) -> torch.Tensor:
+    """Train three steps, export with the script, return the sharded model's logits."""
+    result = sharding.fsdp2(torch.float32, steps=3)
+    model = sharding.shard(GPT(sharding.CONFIG))
+    options = sharding.sd.StateDictOptions(
+        full_state_dict=True, broadcast_from_rank0=True
+    )
+    sharding.sd.set_model_state_dict(model, result["weights"], options=options)
+    scripts.load(sharding.TRAIN_FSDP2).export(model, path)
+    return result["logits"]
+
+
+def test_fsdp2_resumes_on_other_numbers_of_ranks(tmp_path):
+    whole = run_ranks(sharding.fsdp2, 2, torch.float64)[0]
+    run_ranks(lambda: sharding.fsdp2(torch.float64, 5, save=tmp_path), 2)
+    saved = scripts.load(sharding.TRAIN_FSDP2).last_checkpoint(tmp_path)
+    for num_workers in (1, 3):
+        resumed = run_ranks(
+            lambda: sharding.fsdp2(torch.float64, 10, load=saved), num_workers
+        )[0]
+        assert len(resumed["losses"]) == 5
+        assert resumed["losses"] == pytest.approx(whole["losses"][5:], abs=1e-10)
+        assert worst(resumed["parameters"], whole["parameters"]) < 1e-10
+        assert worst(resumed["moments"], whole["moments"]) < 1e-10
+
+
+def test_fsdp2_exports_what_it_trained(tmp_path):
+    logits = run_ranks(export_fsdp2, 2, tmp_path / "model.pt")[0]
+    model = GPT(sharding.CONFIG)
+    model.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
+    inputs = sharding.text(block_size=sharding.CONFIG.block_size)[:2][0]
+    torch.testing.assert_close(model(inputs), logits, atol=1e-5, rtol=0)
+
+
+def test_zero3_exports_and_resumes_on_one_rank_when_converted(tmp_path):
+    def train_and_save():
+        whole = sharding.zero(3, torch.float32)
+        return whole, sharding.zero(3, torch.float32, 5, save=tmp_path)
+
+    whole, half = run_ranks(train_and_save, 2)[0]
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    model = GPT(sharding.CONFIG)
+    model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(tmp_path, "saved"))
+    inputs = sharding.text(block_size=sharding.CONFIG.block_size)[:2][0]
+    torch.testing.assert_close(model(inputs), half["logits"], atol=1e-5, rtol=0)
+
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
+    command += ["--input_folder", tmp_path / "saved", "--inject_missing_state"]
+    command += ["--output_folder", tmp_path / "universal"]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    (tmp_path / "latest").write_text("universal")
+    resumed = run_ranks(
+        lambda: sharding.zero(
+            3,
+            torch.float32,
+            first=5,
+            load=tmp_path,
+            checkpoint={"load_universal": True},
+        ),
+        1,
+    )[0]
+    assert resumed["losses"] == pytest.approx(whole["losses"][5:], abs=1e-5)
+    assert worst(resumed["parameters"], whole["parameters"]) < 1e-4
+
+
+def torchrun(script: Path, *flags, num_workers: int = 2, **options) -> subprocess.Popen:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc_per_node={num_workers}", "--max-restarts=1", script, *flags]
+    return subprocess.Popen(
+        [str(part) for part in command],
+        cwd=FOLDER,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        **options,
+    )
+
+
+def last_line(output: str) -> tuple[int, str]:
+    """The first step, and losses, of the script's report."""
+    found = re.search(r"steps (\d+) to \d+: (last loss .*)", output)
+    assert found, output[-3000:]
+    return int(found[1]), found[2]
+
+
+def test_a_killed_zero_worker_goes_on_from_the_last_checkpoint(tmp_path):
+    script = sharding.TRAIN_DEEPSPEED
+    flags = ["--steps", 25, "--save-every", 5, "--smoke-test"]
+    job = torchrun(script, *flags, "--checkpoint-dir", tmp_path / "killed")
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "killed" / "latest").exists():
+        assert time.monotonic() < deadline
+        assert job.poll() is None, job.stdout.read()[-3000:]
+        time.sleep(0.05)
+    psutil.Process(job.pid).children()[-1].kill()
+    output, _ = job.communicate(timeout=120)
+    assert job.returncode == 0, output[-3000:]
+    first_step, losses = last_line(output)
+    assert first_step > 5
+    undisturbed = torchrun(script, *flags)
+    output, _ = undisturbed.communicate(timeout=120)
+    assert last_line(output) == (1, losses)
+
+
+@pytest.mark.parametrize(
+    "script",
+    [sharding.TRAIN_FSDP2, sharding.TRAIN_DEEPSPEED],
+    ids=lambda path: path.stem,
+)
+def test_ray_train_starts_the_scripts_too(script):
+    command = [sys.executable, script, "--num-workers", "2", "--steps", "2"]
+    ended = subprocess.run(
+        [*command, "--smoke-test"],
+        cwd=FOLDER,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert last_line(ended.stdout)[0] == 1
+
+
+def sentence(script: Path, *flags, **options) -> str:
+    """What the script says before it ends, started as by torchrun with one worker."""
+    env = os.environ | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    command = [sys.executable, script, "--smoke-test", *flags]
+    ended = subprocess.run(
+        [str(part) for part in command],
+        cwd=FOLDER,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        **options,
+    )
+    assert ended.returncode == 1
+    assert "Traceback" not in ended.stderr, ended.stderr[-3000:]
+    return ended.stderr.strip().splitlines()[-1]
+
+
+def test_fsdp2_says_what_is_wrong(tmp_path):
+    script = sharding.TRAIN_FSDP2
+    assert "needs a GPU to offload from" in sentence(script, "--offload")
+    assert "--resume needs --checkpoint-dir" in sentence(script, "--resume")
+    flags = ["--checkpoint-dir", tmp_path]
+    assert "no complete checkpoint" in sentence(script, "--resume", *flags)
+    (tmp_path / "step-000005").mkdir()
+    (tmp_path / "step-000005" / ".metadata").write_text("damaged")
+    assert "holds checkpoints of an earlier run" in sentence(script, *flags)
+
+
+def read_config(tmp_path, monkeypatch, batch_size=None, stage=None, **changes):
+    monkeypatch.setenv("WORKSHOP_MODE", "smoke")
+    config = json.loads((FOLDER / "ds_config.json").read_text())
+    config["zero_optimization"] |= changes.pop("zero", {})
+    path = tmp_path / "changed.json"
+    path.write_text(json.dumps(config | changes))
+    arguments = {"ds_config": path, "stage": stage, "batch_size": batch_size}
+    arguments["universal"] = False
+    script = scripts.load(sharding.TRAIN_DEEPSPEED)
+    return script.read_config(type("Arguments", (), arguments))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"stage": 4}, "must be 0, 1, 2 or 3"),
+        ({"zero": {"stage": -1}}, "must be 0, 1, 2 or 3"),
+        ({"fp16": {"enabled": True}}, "enable bf16 instead"),
+        ({"batch_size": 8}, "change one of them"),
+        ({"zero": {"offload_optimizer": {"device": "cpu"}}}, "needs a GPU"),
+        ({"zero": {"offload_param": {"device": "nvme"}}}, "libaio"),
+    ],
+)
+def test_deepspeed_says_what_is_wrong(changes, says, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=says):
+        read_config(tmp_path, monkeypatch, **changes)
+
+
+def test_the_config_that_ships_is_right(tmp_path, monkeypatch):
+    config = read_config(tmp_path, monkeypatch, batch_size=16, stage=2)
+    assert config["zero_optimization"]["stage"] == 2
+
+
+def test_deepspeed_says_what_is_wrong_with_a_file(tmp_path):
+    broken = tmp_path / "broken.json"
+    broken.write_text("{")
+    said = sentence(sharding.TRAIN_DEEPSPEED, "--ds-config", broken)
+    assert "is no readable JSON file" in said
+
+
+def test_a_checkpoint_of_another_world_size_says_how_to_convert(tmp_path):
+    script = scripts.load(sharding.TRAIN_DEEPSPEED)
+    for rank in range(2):
+        (tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
+    arguments = type("Arguments", (), {"universal": False})
+    script.check_world_size(tmp_path, arguments, 2)
+    with pytest.raises(ValueError, match=r"made for 2 workers.*ds_to_universal"):
+        script.check_world_size(tmp_path, arguments, 3)
+    arguments.universal = True
+    script.check_world_size(tmp_path, arguments, 3)
+
+
+def test_the_scripts_train_the_same_model():
+    fsdp2 = scripts.load(sharding.TRAIN_FSDP2)
+    deepspeed = scripts.load(sharding.TRAIN_DEEPSPEED)
+    assert fsdp2.MODELS == deepspeed.MODELS
+    assert fsdp2.MODELS["smoke"] == SMOKE
