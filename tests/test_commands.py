@@ -54,7 +54,9 @@ def test_the_readme_has_commands():
 @pytest.mark.parametrize("command", commands())
 def test_every_command_of_the_readme_is_run(command):
     bare = re.sub(r"^(?:[A-Z_]+=(?:\"[^\"]*\"|\S*) )+", "", command)
-    assert any(bare == known or bare.startswith(f"{known} ") for known in RUN_BY), command
+    assert any(bare == known or bare.startswith(f"{known} ") for known in RUN_BY), (
+        command
+    )
 
 
 def test_lab_serves_the_first_notebook():
