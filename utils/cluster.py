@@ -2,7 +2,9 @@
 
 import logging
 import os
+import shlex
 import socket
+import sys
 import warnings
 from pathlib import Path
 
@@ -118,6 +120,8 @@ def _connect(num_workers: int, resources: dict[str, float], options: dict) -> st
         "log_to_driver": False,
     }
     if address == "local":
+        # Ray puts this path into a shell command as it is: a space in it needs quotes
+        defaults["runtime_env"]["py_executable"] = shlex.quote(sys.executable)
         cpus = num_workers * resources.get("CPU", 0) + SPARE_CPUS
         defaults["num_cpus"] = max(os.cpu_count(), int(cpus))
         defaults["dashboard_host"] = "127.0.0.1"  # it runs code for whoever opens it
