@@ -172,11 +172,14 @@ def tour(paths: list[Path]) -> int:
                 nbformat.write(copy, target)
             progress.update(before + cells[path] - progress.n)
             rows.append((path, time.monotonic() - start, proved))
-    print(f"\n{'notebook':<52} {'seconds':>7}  proved")
+    width = max(len(str(path.relative_to(ROOT))) for path in paths)
+    print(f"\n{'notebook':<{width}} {'seconds':>7}  proved")
     for path, seconds, proved in rows:
         name = str(path.relative_to(ROOT))
         for number, line in enumerate(proved or ["-"]):
-            start = f"{name:<52} {seconds:>7.0f}" if number == 0 else " " * 60
+            start = (
+                f"{name:<{width}} {seconds:>7.0f}" if number == 0 else " " * (width + 8)
+            )
             print(f"{start}  {line}")
     print(
         "\n".join(failures) or f"\nExecuted copies are in {build.relative_to(ROOT)}/."
