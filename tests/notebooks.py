@@ -123,10 +123,19 @@ def end_left_over(marker: dict[str, str]) -> None:
             pass
 
 
+def without_traceback(notebook: nbformat.NotebookNode) -> None:
+    """Keep the last line of each traceback: the others name the recording machine."""
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            if output.output_type == "error":
+                output.traceback = [f"{output.ename}: {output.evalue}"]
+
+
 def record(paths: list[Path]) -> None:
     """Execute notebooks in smoke mode and save them with clean outputs."""
     for path in tqdm(paths, desc="record", unit="notebook"):
         notebook = execute(path, RECORDING_ENVIRONMENT)
+        without_traceback(notebook)
         with_navigation(path, notebook)
         notebook.metadata = nbformat.from_dict(
             {
