@@ -8,7 +8,7 @@ RUN := PATH="$(CURDIR)/.venv/bin:$$PATH" $(PY)
 PARTS := $(wildcard 01-*) $(wildcard 02-*) $(wildcard 03-*)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lab test tour record lint doctor clean
+.PHONY: help setup lab test tour record bench lint doctor clean
 
 help: ## print what there is
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -42,6 +42,9 @@ tour: $(READY) ## execute all notebooks in order, and print what each one proved
 
 record: $(READY) ## execute notebooks and save their outputs (NOTEBOOKS=path for some)
 	@$(RUN) -m tests.notebooks record $(NOTEBOOKS)
+
+bench: $(READY) ## measure ratios, and write tests/benchmarks/RESULTS.md
+	@$(RUN) -m tests.benchmarks
 
 lint: $(READY) ## check style and format
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check .

@@ -1,5 +1,6 @@
 """What every test and compared notebook runs in: CPU, one thread, own Ray and folder."""
 
+import json
 import os
 import shutil
 import sysconfig
@@ -9,7 +10,9 @@ from collections import Counter
 
 from nbval.plugin import IPyNbFile
 
-from tests.notebooks import RECORDING_ENVIRONMENT, end_left_over
+from tests.notebooks import RECORDING_ENVIRONMENT, ROOT, end_left_over
+
+SECONDS = ROOT / "build" / "seconds.json"
 
 os.environ.update(RECORDING_ENVIRONMENT)
 # This environment's programs (torchrun, ninja) first, also where it is not activated.
@@ -26,16 +29,21 @@ def pytest_unconfigure(config):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Say where the time went: seconds per file, the slowest first."""
-    seconds = Counter()
+    """Say where the time went: seconds per file; per test in a file, for `make bench`."""
+    by_test, by_file = Counter(), Counter()
     for reports in terminalreporter.stats.values():
         for report in reports:
             if hasattr(report, "duration"):
-                seconds[report.nodeid.split("::")[0]] += report.duration
-    if len(seconds) > 1:
+                by_test[report.nodeid] += report.duration
+                by_file[report.nodeid.split("::")[0]] += report.duration
+    if any(".ipynb::" in name for name in by_test):
+        SECONDS.parent.mkdir(exist_ok=True)
+        SECONDS.write_text(json.dumps(by_test, indent=1))
+    if len(by_file) > 1:
         terminalreporter.section("seconds per file")
-        for name, total in seconds.most_common():
+        for name, total in by_file.most_common():
             terminalreporter.write_line(f"{total:7.1f}  {name}")
+        terminalreporter.write_line(f"{by_file.total():7.1f}  together")
 
 
 def setup(self):

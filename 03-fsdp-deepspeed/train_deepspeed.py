@@ -181,9 +181,16 @@ def last_checkpoint(folder):
 
 
 def save_checkpoint(engine, step, folder):
-    """All ranks write their own partition, at the same time."""
+    """All ranks write their own partition, at the same time; then `latest` names it."""
+    tag = f"step-{step:06d}"
     client_state = {"step": step, "global_batch": engine.train_batch_size()}
-    engine.save_checkpoint(folder, f"step-{step:06d}", client_state=client_state)
+    # DeepSpeed's rank 0 would write `latest` while another rank may still be writing.
+    engine.save_checkpoint(folder, tag, client_state=client_state, save_latest=False)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        temporary = folder / "latest.tmp"
+        temporary.write_text(tag)
+        os.replace(temporary, folder / "latest")  # whole or not at all
 
 
 def check_world_size(folder, args, world_size):

@@ -1,11 +1,9 @@
 """Train the same ten steps with every strategy, for tests/test_parity.py.
 
-    torchrun --standalone --nproc_per_node=2 -m tests.parity RESULTS.pt
-
 To add a strategy, add an entry to STRATEGIES.
 """
 
-import sys
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -144,16 +142,10 @@ def train_all(strategies: dict[str, Strategy]) -> dict[str, dict[str, torch.Tens
     return results
 
 
-def main() -> None:
+def train_ranks(strategies: dict[str, Strategy]) -> dict[str, dict[str, torch.Tensor]]:
+    """`train_all` in a process group of its own, on one of several ranks."""
     dist.init_process_group("gloo")
-    chosen = {n: s for n, s in STRATEGIES.items() if s.launcher == "torchrun"}
-    if dist.get_world_size() == 2:
-        chosen |= CONTROLS
-    results = train_all(chosen)
-    if dist.get_rank() == 0:
-        torch.save(results, sys.argv[1])
+    results = train_all(strategies)
+    gc.collect()  # DDP's objects, before the group they hold on to
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    return results

@@ -1,5 +1,6 @@
 """Train a small GPT with FSDP2 or ZeRO on this rank, for the tests of part 03."""
 
+import json
 import os
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict as sd
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from tests import scripts
 from utils.comms import count_comms
@@ -56,6 +58,19 @@ def one_process(dtype: torch.dtype, steps: int = 10) -> dict:
         losses.append(loss.item())
     parameters = [p.detach() for p in model.parameters()]
     return {"losses": losses, "gradients": gradients, "parameters": parameters}
+
+
+def ddp(dtype: torch.dtype) -> dict:
+    """One step with DDP: the bytes that this rank holds, and sends."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model = DDP(build_model(dtype), gradient_as_bucket_view=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with count_comms() as comms:
+        loss_of(model, 0, rank, world_size).backward()
+    optimizer.step()
+    return {"state": state_bytes(model, optimizer), "sent": comms.sent(world_size)}
 
 
 def shard(model: GPT, **options) -> GPT:
@@ -110,6 +125,14 @@ def fsdp2(
     }
 
 
+def zero_config(stage: int, batch_size: int) -> dict:
+    """The script's ds_config.json at another stage and batch size per rank."""
+    config = json.loads(TRAIN_DEEPSPEED.with_name("ds_config.json").read_text())
+    config["zero_optimization"]["stage"] = stage
+    config["train_micro_batch_size_per_gpu"] = batch_size
+    return config | {"gradient_clipping": 0.0}
+
+
 def zero(
     stage: int,
     dtype: torch.dtype,
@@ -122,18 +145,13 @@ def zero(
 ) -> dict:
     """Train with ZeRO, from the script's ds_config.json with `changes`."""
     os.environ["WORKSHOP_MODE"] = "smoke"
-    import json
-
     deepspeed = load_deepspeed()
     deepspeed.init_distributed("gloo")
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    config = json.loads(TRAIN_FSDP2.with_name("ds_config.json").read_text()) | changes
-    config["zero_optimization"]["stage"] = stage
-    config["gradient_clipping"] = 0.0
+    config = zero_config(stage, GLOBAL_BATCH // world_size) | changes
     config["gradient_accumulation_steps"] = passes
-    config["train_micro_batch_size_per_gpu"] = GLOBAL_BATCH // world_size
     model = build_model(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)

@@ -10,22 +10,32 @@ import pytest
 from tests import scripts
 
 PROGRAM = """
-import json, os, ray
+import json, os
 from utils.cluster import start_ray, check_fits
+import ray
+from ray.cluster_utils import Cluster
+if os.environ["RAY_ADDRESS"] != "local":
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 5})
+    os.environ["RAY_ADDRESS"] = cluster.address
 start_ray(num_workers=3)
 
 @ray.remote
-def elsewhere():
+def elsewhere(installed):
     import sys
     os.chdir("/")
+    if not installed:
+        forget()
+    import utils.models
+    return utils.models.__file__
+
+def forget():
+    import sys
     sys.path = [p for p in sys.path if p not in ("", os.environ["REPOSITORY"])]
     sys.meta_path = [f for f in sys.meta_path if "editable" not in repr(f)]
     for name in [n for n in sys.modules if n.split(".")[0] == "utils"]:
         del sys.modules[name]
-    import utils.models
-    return utils.models.__file__
 
-found = ray.get(elsewhere.remote())
+found = ray.get(elsewhere.remote(os.environ["RAY_ADDRESS"] == "local"))
 nodes = ray.nodes()
 try:
     check_fits(2, {"CPU": 1, "GPU": 1})
@@ -67,9 +77,16 @@ def test_cpus_for_all_workers_and_two_more(started):
     assert started[1]["cpus"] == max(os.cpu_count(), 3 + 2)
 
 
-def test_utils_reach_a_worker_that_cannot_see_this_folder(started):
-    assert started[1]["found"].endswith("utils/models.py")
-    assert not started[1]["found"].startswith(str(scripts.ROOT))
+def test_utils_reach_a_worker_in_another_folder(started):
+    assert started[1]["found"] == str(scripts.ROOT / "utils" / "models.py")
+
+
+def test_utils_reach_a_node_that_does_not_have_them():
+    done = run(PROGRAM, RAY_ADDRESS="of a cluster")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])["found"]
+    assert found.endswith("utils/models.py")
+    assert not found.startswith(str(scripts.ROOT))
 
 
 def test_no_statistics_and_a_short_poll(started):

@@ -158,11 +158,11 @@ def test_results_cannot_be_written(monkeypatch, tmp_path):
 
 
 def test_no_compiler(monkeypatch, tmp_path):
-    """DeepSpeed compiles an operator at its first start on CPUs, and raises without."""
+    """The lessons run without one: tests/test_sharding_utils.py holds them to it."""
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     result = doctor.compiler()
-    assert (result.state, result.found) == ("FAIL", "no C++ compiler")
+    assert (result.state, result.found) == ("warn", "no C++ compiler")
     assert "install build-essential" in result.mend
 
 
@@ -181,7 +181,7 @@ def test_no_python_headers(monkeypatch, tmp_path):
     program(tmp_path, "ninja", "exit 0")
     monkeypatch.setattr(doctor.sysconfig, "get_path", lambda name: str(tmp_path))
     result = doctor.compiler()
-    assert result.state == "FAIL"
+    assert result.state == "warn"
     assert "Python.h" in result.found
     assert "python{}.{}-dev".format(*sys.version_info) in result.mend
 

@@ -81,7 +81,9 @@ def test_programs_of_this_environment_are_found():
 def test_make_alone_prints_every_target():
     makefile = (ROOT / "Makefile").read_text()
     targets = re.search(r"^\.PHONY: (.+)$", makefile, re.MULTILINE)[1].split()
-    lines = subprocess.check_output(["make"], cwd=ROOT, text=True).splitlines()
+    # Under `make test` it would also print which folder it enters.
+    command = ["make", "--no-print-directory"]
+    lines = subprocess.check_output(command, cwd=ROOT, text=True).splitlines()
     assert [line.split()[:2] for line in lines] == [["make", t] for t in targets]
     assert all(len(line.split()) > 4 for line in lines)  # and what each one does
 

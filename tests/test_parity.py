@@ -5,11 +5,8 @@ decides "same algorithm" over all steps, float32 decides "same code path" on the
 gradient.
 """
 
-import subprocess
-import sys
 import tempfile
 from functools import cache
-from pathlib import Path
 
 import pytest
 import ray
@@ -20,6 +17,7 @@ from ray.train.torch import TorchTrainer
 
 from tests import parity, scripts
 from utils.cluster import start_ray
+from utils.launch import run_ranks
 
 FLOAT64, FLOAT32 = 1e-10, 1e-5
 WORKERS = (1, 2, 3)
@@ -40,13 +38,12 @@ def one_process() -> dict[str, torch.Tensor]:
 
 
 @cache
-def with_torchrun(num_workers: int) -> dict[str, dict[str, torch.Tensor]]:
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "results.pt"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc_per_node={num_workers}", "-m", "tests.parity", file]
-        subprocess.run(command, check=True, cwd=scripts.ROOT, timeout=240)
-        return torch.load(file, weights_only=True)
+def with_ranks(num_workers: int) -> dict[str, dict[str, torch.Tensor]]:
+    """In processes with the environment of torchrun, without its seconds of imports."""
+    chosen = {n: s for n, s in parity.STRATEGIES.items() if s.launcher == "torchrun"}
+    if num_workers == 2:
+        chosen |= parity.CONTROLS
+    return run_ranks(parity.train_ranks, num_workers, chosen)[0]
 
 
 @cache
@@ -85,7 +82,7 @@ def num_workers(request) -> int:
 
 def result(name: str, num_workers: int) -> dict[str, torch.Tensor]:
     launcher = parity.STRATEGIES[name].launcher
-    return (with_ray if launcher == "ray" else with_torchrun)(num_workers)[name]
+    return (with_ray if launcher == "ray" else with_ranks)(num_workers)[name]
 
 
 @pytest.mark.parametrize("name", parity.STRATEGIES)
@@ -107,7 +104,7 @@ def test_float32_first_gradient_equals_one_process(name, num_workers):
 @pytest.mark.parametrize("name", parity.CONTROLS)
 def test_a_mistake_is_seen(name):
     """A negative control: each mistake is at least a million times the tolerance off."""
-    ours, theirs = with_torchrun(2)[name], one_process()
+    ours, theirs = with_ranks(2)[name], one_process()
     assert relative(ours["parameters"], theirs["parameters"]) > 1e6 * FLOAT64
     if name != "no set_epoch":  # which is right in the first step
         assert relative(ours["gradient"], theirs["gradient"]) > 1e6 * FLOAT64

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
+from tests import sharding
 from tests.simulate import fsdp2_step
 from utils import comms, datasets, memory
 from utils.launch import run_ranks
@@ -201,3 +202,11 @@ def test_every_collective_is_counted_once_with_what_a_ring_sends():
         "functional": ({"allgather": 1}, 12),
         "barrier": ({}, 0),
     }
+
+
+def test_zero_trains_without_a_compiler(monkeypatch):
+    """Left alone, DeepSpeed would compile an operator when it starts on a CPU."""
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("CXX", raising=False)
+    losses = run_ranks(lambda: sharding.zero(3, torch.float32, 2)["losses"], 2)[0]
+    assert losses[1] < losses[0]

@@ -47,9 +47,9 @@ def start_ray(
 
     A Ray started here gets logical CPUs for `num_workers` workers and two more, which
     may exceed the real ones: a CPU is a ticket in Ray's scheduling, not a core. Its
-    dashboard listens on 127.0.0.1 alone. On every cluster, `utils` is sent to all nodes,
-    so that workers can import it. Workers' prints do not reach the notebook: functions
-    return values instead. Prints one line about what there is.
+    dashboard listens on 127.0.0.1 alone. A cluster that was there before gets `utils`
+    sent to all its nodes, so that workers can import it. Workers' prints do not reach
+    the notebook: functions return values instead. Prints one line about what there is.
 
     Args:
         num_workers: training workers to make room for (default: `settings.num_workers`).
@@ -113,15 +113,21 @@ def _connect(num_workers: int, resources: dict[str, float], options: dict) -> st
     address = os.environ.get("RAY_ADDRESS") or (
         "auto" if _is_autoscaling() else "local"
     )
+    runtime_env = {}
+    if (quoted := shlex.quote(sys.executable)) != sys.executable:
+        # Ray puts this path into a shell command as it is: a space in it needs quotes
+        runtime_env["py_executable"] = quoted
+    if address != "local":
+        # Other nodes do not have this folder. Here `utils` is installed, and sending it
+        # would make Ray prepare an environment: measured, 5 s of the first fit.
+        runtime_env["py_modules"] = [str(Path(__file__).parent)]
     defaults = {
         "address": address,
-        "runtime_env": {"py_modules": [str(Path(__file__).parent)]},
+        "runtime_env": runtime_env,
         "logging_level": logging.ERROR,
         "log_to_driver": False,
     }
     if address == "local":
-        # Ray puts this path into a shell command as it is: a space in it needs quotes
-        defaults["runtime_env"]["py_executable"] = shlex.quote(sys.executable)
         cpus = num_workers * resources.get("CPU", 0) + SPARE_CPUS
         defaults["num_cpus"] = max(os.cpu_count(), int(cpus))
         defaults["dashboard_host"] = "127.0.0.1"  # it runs code for whoever opens it
@@ -137,6 +143,8 @@ def _connect(num_workers: int, resources: dict[str, float], options: dict) -> st
             socket.create_connection((host, int(port)), timeout=10).close()
         context = ray.init(**options)
     except (OSError, ValueError):  # Ray's ConnectionError is an OSError
+        if address == "local":
+            raise
         raise ConnectionError(
             f"No Ray cluster answers at RAY_ADDRESS={address}: start it, correct the "
             "address, or unset RAY_ADDRESS to start Ray on this machine."
@@ -145,7 +153,11 @@ def _connect(num_workers: int, resources: dict[str, float], options: dict) -> st
     logging.getLogger("ray.data").setLevel(
         logging.ERROR
     )  # a plan per execution, and so on
-    return f"http://{context.dashboard_url}" if context.dashboard_url else "off"
+    dashboard = f"http://{context.dashboard_url}" if context.dashboard_url else "off"
+    if address == "local" and context.dashboard_url:
+        # Else ray.util.state looks for any Ray on this machine, and refuses if it finds two
+        os.environ["RAY_API_SERVER_ADDRESS"] = dashboard
+    return dashboard
 
 
 def default_resources() -> dict[str, float]:

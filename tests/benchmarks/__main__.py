@@ -1,0 +1,53 @@
+"""`make bench`: measure every row, and write RESULTS.md, results.json and ratios.png.
+
+    python -m tests.benchmarks [start streaming exact steps executing]
+
+names the parts to measure; the rows of the others stay as they were.
+"""
+
+import importlib
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+
+from tests.notebooks import RECORDING_ENVIRONMENT
+
+PARTS = ("exact", "steps", "streaming", "start", "executing")
+FOLDER = Path(__file__).parent
+
+
+def main(parts: list[str]) -> int:
+    unknown = [part for part in parts if part not in PARTS]
+    if unknown:
+        print(f"There is no part {unknown[0]}: choose from {', '.join(PARTS)}.")
+        return 1
+    os.environ.update(RECORDING_ENVIRONMENT)  # before torch and Ray are imported
+    from tests.benchmarks import report
+
+    results = report.read(FOLDER) if parts else {"parts": {}}
+    for part in parts or PARTS:
+        start = time.perf_counter()
+        rows = importlib.import_module(f"tests.benchmarks.{part}").rows()
+        seconds = time.perf_counter() - start
+        results["parts"][part] = {"seconds": seconds, "rows": [vars(r) for r in rows]}
+        for row in rows:
+            print(f"{row.number:3d}  {row.value:>8s}  {row.verdict:12s} {row.what}")
+    import ray
+    import torch
+
+    results["machine"] = {
+        "cores": os.cpu_count(),
+        "processor": platform.machine(),
+        "python": platform.python_version(),
+        "torch": torch.__version__.partition("+")[0],
+        "ray": ray.__version__,
+    }
+    report.write(FOLDER, results)
+    print(f"Written: {(FOLDER / 'RESULTS.md').relative_to(Path.cwd())}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

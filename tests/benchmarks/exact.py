@@ -1,0 +1,55 @@
+"""Bytes of state and bytes sent, beside the formulas: exact, so CI gates them too."""
+
+import torch
+
+from tests import sharding
+from tests.benchmarks.rows import Row
+from utils import comms, memory
+from utils.launch import run_ranks
+
+STRATEGIES = {"ddp": 0, "fsdp2": 3, "fsdp2-keep": 3, "zero1": 1, "zero2": 2, "zero3": 3}
+
+
+def measure() -> dict[str, dict]:
+    """State bytes and bytes sent of this rank, by strategy, over two ranks."""
+    float32 = torch.float32
+    found = {"ddp": sharding.ddp(float32)}
+    found["fsdp2"] = sharding.fsdp2(float32, 1)
+    found["fsdp2-keep"] = sharding.fsdp2(float32, 1, reshard_after_forward=False)
+    for stage in (1, 2, 3):
+        sent = sharding.zero(stage, float32, 1)["sent"]
+        # between two passes, where stage 1 holds whole gradients
+        state = sharding.zero(stage, float32, 2, passes=2)["state"]
+        found[f"zero{stage}"] = {"sent": sent, "state": state}
+    return {name: {k: one[k] for k in ("sent", "state")} for name, one in found.items()}
+
+
+def rows() -> list[Row]:
+    """Rows 6 and 7 of the table."""
+    found = run_ranks(measure, 2)[0]
+    parameters = sum(
+        p.numel() for p in sharding.build_model(torch.float32).parameters()
+    )
+    sent, state = {}, {}
+    for name, one in found.items():
+        sent[name] = one["sent"] / comms.predict(name, 4 * parameters, 2)
+        kind = memory.DEEPSPEED_FP32 if name.startswith("zero") else memory.FP32
+        formula = memory.predict(parameters, 2, STRATEGIES[name], kind)
+        state[name] = sum(one["state"]) / formula.total
+    return [
+        _row(6, "bytes sent per step over the formula", sent, 0.01),
+        _row(7, "state bytes per rank over the formula", state, 0.02),
+    ]
+
+
+def _row(number: int, what: str, ratios: dict[str, float], tolerance: float) -> Row:
+    worst = max(ratios.values(), key=lambda value: abs(value - 1))
+    return Row(
+        number,
+        f"{what}, 2 ranks, {len(ratios)} strategies: the worst",
+        f"within {tolerance:.0%}",
+        f"{worst:.4f}",
+        verdict="met" if abs(worst - 1) <= tolerance else "missed",
+        note=", ".join(f"{name} {value:.4f}" for name, value in ratios.items()),
+        data=ratios,
+    )

@@ -1,0 +1,258 @@
+"""Steps beside each other in one process group: DDP, FSDP2, ZeRO-3; tuned GPT-2; growth."""
+
+import time
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from tests import scripts, sharding, simulate
+from tests.benchmarks.ratios import interleave, ratio
+from tests.benchmarks.rows import Row
+from utils.datasets import digits, text
+from utils.launch import run_ranks
+from utils.models import GPT, GPT2_124M, GPTConfig, resnet18
+from utils.zero import load_deepspeed
+
+# 6.5 million parameters: large enough that the work is not all overhead.
+CONFIG = GPTConfig(layers=8, heads=8, width=256)
+GLOBAL_BATCH = 8
+
+
+def seconds_of(step) -> float:
+    """Seconds of one step, from all ranks ready to all ranks done."""
+    dist.barrier()
+    start = time.perf_counter()
+    step()
+    dist.barrier()
+    return time.perf_counter() - start
+
+
+def mean_loss(loss: torch.Tensor) -> float:
+    loss = loss.detach().clone()
+    dist.all_reduce(loss)
+    return loss.item() / dist.get_world_size()
+
+
+def scaling() -> tuple[np.ndarray, np.ndarray]:
+    """Seconds of two ranks with DDP, and of one alone, over the same global batch of 64."""
+    dist.init_process_group("gloo")
+    rank, images, labels = dist.get_rank(), *digits().tensors
+    step = scripts.load(scripts.TRAIN_DDP).train_step
+    torch.manual_seed(0)
+    models = resnet18(), resnet18()
+    models[1].load_state_dict(models[0].state_dict())
+    wrapped = DDP(models[1], gradient_as_bucket_view=True)
+    optimizers = [
+        torch.optim.AdamW(m.parameters(), lr=3e-4, fused=True) for m in models
+    ]
+    losses = [], []
+
+    def alone() -> None:
+        if rank == 0:
+            losses[0].append(step(models[0], optimizers[0], images[:64], labels[:64]))
+
+    def both() -> None:
+        mine = slice(rank * 32, rank * 32 + 32)
+        share = images[mine], labels[mine]
+        losses[1].append(mean_loss(step(wrapped, optimizers[1], *share)))
+
+    def time_of(step):
+        return lambda: sum(seconds_of(step) for _ in range(3))
+
+    measured = interleave(time_of(both), time_of(alone), pairs=12)
+    if rank == 0:
+        assert abs(losses[0][0].item() - losses[1][0]) < 1e-5, "not the same training"
+    return measured
+
+
+def strategies() -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Seconds of steps of the same GPT: DDP beside FSDP2, FSDP2 beside ZeRO-3."""
+    deepspeed = load_deepspeed()
+    deepspeed.init_distributed("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    data = text(block_size=CONFIG.block_size)
+
+    def build():
+        torch.manual_seed(0)
+        return GPT(CONFIG)
+
+    def loss_of(model):
+        each = GLOBAL_BATCH // world_size
+        mine = range(rank * each, (rank + 1) * each)
+        inputs, targets = (torch.stack(part) for part in zip(*(data[i] for i in mine)))
+        return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+
+    def stepper(model):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+        def step():
+            loss = loss_of(model)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return step
+
+    sharded = build()
+    mesh = dist.init_device_mesh("cpu", (world_size,))
+    for module in (*sharded.blocks, sharded):
+        fully_shard(module, mesh=mesh)
+    model = build()
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True),
+        config=sharding.zero_config(3, GLOBAL_BATCH // world_size),
+    )
+
+    def zero_step():
+        loss = loss_of(engine)
+        engine.backward(loss)
+        engine.step()
+        return loss
+
+    steps = {
+        "DDP": stepper(DDP(build())),
+        "FSDP2": stepper(sharded),
+        "ZeRO-3": zero_step,
+    }
+    first = [mean_loss(step()) for step in steps.values()]
+    assert max(first) - min(first) < 1e-5, "not the same training"
+    names = list(steps)
+    return {
+        f"{names[i + 1]} over {names[i]}": interleave(
+            lambda i=i: seconds_of(steps[names[i]]),
+            lambda i=i: seconds_of(steps[names[i + 1]]),
+            pairs=12,
+        )
+        for i in (0, 1)
+    }
+
+
+def gpt2(tokens: int = 64) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds of a step of GPT-2 124M's shape, tuned and naive, on the CPU."""
+    torch.manual_seed(0)
+    model = GPT(GPT2_124M)
+    data = torch.randint(0, GPT2_124M.vocab_size, (1, tokens))
+    optimizers = (
+        torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False),
+        torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True),
+    )
+
+    def step(optimizer, backend) -> float:
+        start = time.perf_counter()
+        with sdpa_kernel(backend):
+            loss = F.cross_entropy(model(data).flatten(0, 1), data.flatten())
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return time.perf_counter() - start
+
+    with torch.no_grad():  # the same training
+        outputs = []
+        for backend in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
+            with sdpa_kernel(backend):
+                outputs.append(model(data))
+    torch.testing.assert_close(*outputs, atol=1e-4, rtol=1e-4)
+    return interleave(
+        lambda: step(optimizers[1], SDPBackend.FLASH_ATTENTION),
+        lambda: step(optimizers[0], SDPBackend.MATH),
+    )
+
+
+def exponent(sizes, costs) -> float:
+    """The slope of log cost over log size: 1 where the cost grows like the size."""
+    return float(np.polyfit(np.log(sizes), np.log(costs), 1)[0])
+
+
+def growth() -> list[Row]:
+    """How bytes grow with workers (simulated), and seconds with parameters and rows."""
+    workers = (2, 4, 8)
+    all_ranks = []
+    for n in workers:
+        comms = simulate.fsdp2_step(sharding.CONFIG, n, keep=False)[1]
+        all_ranks.append(n * comms.sent(n))
+    by_workers = exponent([n - 1 for n in workers], all_ranks)
+
+    def seconds(width: int, rows: int) -> tuple[int, float]:
+        torch.manual_seed(0)
+        model = GPT(GPTConfig(layers=4, width=width))
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        tokens = torch.randint(0, 256, (rows, 64))
+        times = []
+        for _ in range(8):
+            start = time.perf_counter()
+            F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            times.append(time.perf_counter() - start)
+        return sum(p.numel() for p in model.parameters()), float(np.median(times[2:]))
+
+    parameters, by_size = zip(*(seconds(width, 8) for width in (128, 256, 512)))
+    rows = (8, 32, 128)
+    by_rows = [seconds(128, n)[1] for n in rows]
+    return [
+        Row(
+            12,
+            "growth of bytes sent by all ranks with workers less one (2, 4, 8; simulated)",
+            "the formula's exponent, 1",
+            f"{by_workers:.3f}",
+            data={"workers": workers, "bytes": all_ranks},
+        ),
+        Row(
+            12,
+            "growth of a step with parameters (1x, 4x, 16x)",
+            "the formula's exponent, 1",
+            f"{exponent(parameters, by_size):.2f}",
+            note="below 1 where overhead and better use of the caches count",
+            data={"parameters": parameters, "seconds": by_size},
+        ),
+        Row(
+            12,
+            "growth of a step with rows (1x, 4x, 16x)",
+            "the formula's exponent, 1",
+            f"{exponent(rows, by_rows):.2f}",
+            data={"rows": rows, "seconds": by_rows},
+        ),
+    ]
+
+
+def rows() -> list[Row]:
+    """Rows 8, 9, 11 and 12 of the table."""
+    two, one = run_ranks(scaling, 2)[0]
+    found = [
+        Row.of_ratio(
+            8,
+            "samples per second: DDP on 2 ranks over 1, one thread each, global batch 64",
+            ratio(two, one),
+            at_least=1.7,
+            note=f"{np.median(one) / 3:.2f} s and {np.median(two) / 3:.2f} s per step",
+        )
+    ]
+    for name, (a, b) in run_ranks(strategies, 2)[0].items():
+        found.append(
+            Row.of_ratio(
+                9,
+                f"step time of a GPT with 6.4 million parameters: {name}",
+                ratio(a, b),
+                at_most=1.5,
+                note=f"{np.median(a):.2f} s and {np.median(b):.2f} s per step",
+            )
+        )
+    tuned, naive = gpt2()
+    found.append(
+        Row.of_ratio(
+            11,
+            "GPT-2 124M shape, tokens per second: tuned over naive, CPU",
+            ratio(tuned, naive),
+            at_least=1.2,
+            note="fused AdamW and flash attention, over a loop of operations and the "
+            f"whole matrix of attention; {64 / np.median(tuned):.0f} tokens/s",
+        )
+    )
+    return found + growth()

@@ -1,0 +1,149 @@
+"""Ray Data beside a DataLoader, and the memory of streaming more than the store holds."""
+
+import io
+import subprocess
+import sys
+import tempfile
+import time
+
+import numpy as np
+import pyarrow.parquet as pq
+from PIL import Image
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from tests import scripts
+from tests.benchmarks import partners
+from tests.benchmarks.ratios import interleave, ratio
+from tests.benchmarks.rows import Row
+from utils.cluster import start_ray
+from utils.ray_memory import sample_memory
+from utils.shards import write_shards
+
+import ray  # isort: skip  (utils.cluster sets what Ray reads at import)
+
+MIB = 2**20
+CPUS, BATCH = 2, 32  # decoding processes; rows per batch
+STORE = 80 * MIB  # Ray allows no less than 75
+
+
+def decode(batch):
+    images = [
+        np.asarray(
+            Image.open(io.BytesIO(encoded)).resize((28, 28), Image.Resampling.BOX)
+        )
+        for encoded in batch["image"]
+    ]
+    return {"image": np.stack(images)[:, None] / 255, "label": batch["label"]}
+
+
+class Shards(IterableDataset):
+    """Rows of Parquet files, decoded; each DataLoader worker reads every n-th file."""
+
+    def __init__(self, files):
+        self.files = files
+
+    def __iter__(self):
+        worker = get_worker_info()
+        for file in self.files[worker.id :: worker.num_workers]:
+            batch = decode(pq.read_table(file).to_pydict())
+            yield from zip(batch["image"], batch["label"])
+
+
+def one_pass(batches, count) -> tuple[float, float, int]:
+    """Seconds to the first batch and to the last, and how many rows there were."""
+    start, rows, first = time.perf_counter(), 0, 0.0
+    for batch in batches:
+        first = first or time.perf_counter() - start
+        rows += count(batch)
+    return first, time.perf_counter() - start, rows
+
+
+def serve_loader(port: int) -> None:
+    """In a process without Ray: a DataLoader forks, and Ray's threads do not survive it."""
+    for files, answer in partners.orders(port):
+        loader = DataLoader(Shards(files), batch_size=BATCH, num_workers=CPUS)
+        answer(one_pass(loader, lambda batch: len(batch[1])))
+
+
+def ray_pass(files) -> tuple[float, float, int]:
+    dataset = ray.data.read_parquet(files).map_batches(
+        decode
+    )  # fused: one task per file
+    limits = dataset.context.execution_options.resource_limits
+    dataset.context.execution_options.resource_limits = limits.copy(cpu=CPUS)
+    batches = dataset.iter_torch_batches(batch_size=BATCH)
+    return one_pass(batches, lambda batch: len(batch["label"]))
+
+
+def rows() -> list[Row]:
+    """Rows 4 and 5 of the table."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = [str(p) for p in write_shards(folder, 0.336, 512, rows_per_shard=32)]
+        return _throughput(files) + _memory(files)
+
+
+def _throughput(files: list[str]) -> list[Row]:
+    command = [sys.executable, "-m", __name__]
+    loader = partners.Partner(
+        lambda port: subprocess.Popen([*command, str(port)], cwd=scripts.ROOT)
+    )
+    start_ray(CPUS, object_store_memory=1000 * MIB)
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    first = {"loader": [], "ray": []}
+
+    def note(name, measured) -> float:
+        seconds_to_first, seconds, count = measured
+        assert count == 32 * len(files)
+        first[name].append(seconds_to_first)
+        return seconds
+
+    by_ray, by_loader = interleave(
+        lambda: note("ray", ray_pass(files)), lambda: note("loader", loader.ask(files))
+    )
+    loader.end()
+    loader.started.wait()
+    ray.shutdown()
+    rate = 32 * len(files) / np.median(by_loader)
+    return [
+        Row.of_ratio(
+            4,
+            "rows per second: Ray Data over DataLoader, same decode, 2 CPUs",
+            ratio(by_ray, by_loader),
+            at_least=0.85,
+            note=f"the DataLoader: {rate:.0f} rows/s",
+        ),
+        Row.of_ratio(
+            4,
+            "time to the first batch: Ray Data over DataLoader",
+            ratio(first["ray"][1:], first["loader"][1:]).inverse(),
+            at_most=3,
+            note=f"the DataLoader: {np.median(first['loader']):.2f} s",
+        ),
+    ]
+
+
+def _memory(files: list[str]) -> list[Row]:
+    start_ray(CPUS, object_store_memory=STORE)
+    ray.data.DataContext.get_current().target_max_block_size = 16 * MIB
+    quarter, spilled = files[: len(files) // 4], []
+
+    def peak(files) -> float:
+        with sample_memory(0.1) as samples:
+            ray_pass(files)
+        spilled.append(samples[-1].spilled - samples[0].spilled)
+        return max(s.object_store + s.processes for s in samples)
+
+    small, large = interleave(lambda: peak(quarter), lambda: peak(files), pairs=10)
+    ray.shutdown()
+    row = Row.of_ratio(
+        5,
+        "peak memory of streaming 4D over D, object store capped below D",
+        ratio(small, large),
+        at_most=1.10,
+        note=f"{sum(spilled)} bytes spilled; D peaks at {np.median(small) / 1e6:.0f} MB",
+    )
+    return [row]
+
+
+if __name__ == "__main__":
+    serve_loader(int(sys.argv[1]))

@@ -1,0 +1,87 @@
+"""The benchmark's statistics, and its table: no timing is tested here."""
+
+import numpy as np
+import pytest
+
+from tests.benchmarks import executing, report
+from tests.benchmarks.__main__ import FOLDER, main
+from tests.benchmarks.ratios import MET, MISSED, NOT_DECIDED, Ratio, interleave, ratio
+from tests.benchmarks.rows import Row
+
+
+def noisy(factor: float, noise: float, pairs: int = 12):
+    """Pairs of seconds whose ratio is `factor`, on a machine that slows down by half."""
+    generator = np.random.default_rng(0)
+    drift = np.repeat(np.linspace(1, 1.5, pairs), 2).reshape(pairs, 2)
+    seconds = drift * np.exp(noise * generator.standard_normal([pairs, 2]))
+    return seconds[:, 0], factor * seconds[:, 1]
+
+
+def test_variants_alternate_and_keep_their_places():
+    order = []
+    a, b = interleave(
+        lambda: order.append("A") or 1.0, lambda: order.append("B") or 2.0, pairs=4
+    )
+    assert "".join(order) == "BA" + "ABBAABBA"  # a pair to warm up
+    assert (a.tolist(), b.tolist()) == ([1.0] * 4, [2.0] * 4)
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0, 1.3])
+def test_a_ratio_is_found_although_the_machine_slows_down(factor):
+    found = ratio(*noisy(factor, noise=0.02))
+    assert found.low <= factor <= found.high
+    assert found.value == pytest.approx(factor, rel=0.03)
+    assert 1 < found.spread < 1.15  # the drift between two neighbours, and the noise
+    inverse = found.inverse()
+    assert inverse.low <= inverse.value <= inverse.high
+    assert inverse.value == pytest.approx(1 / factor, rel=0.03)
+
+
+def test_the_control_compares_neighbours_only():
+    """In B A A B the A's are neighbours: a factor between variants is not in it."""
+    a, b = [1.0, 1.0, 1.0, 1.0], [9.0, 9.0, 9.0, 9.0]
+    assert ratio(a, b).spread == pytest.approx(1)
+    # pair 0 ends with B and pair 1 begins with it: this step of A is no neighbour's
+    a, b = [5.0, 1.0, 1.0, 1.0], [9.0, 9.0, 9.0, 9.0]
+    assert ratio(a, b).spread == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("low", "value", "high", "spread", "verdict"),
+    [
+        (0.90, 0.95, 0.99, 1.01, MET),
+        (1.10, 1.15, 1.20, 1.01, MISSED),
+        (0.90, 0.95, 1.20, 1.01, NOT_DECIDED),  # the interval contains the bar
+        (0.90, 0.95, 0.99, 1.20, NOT_DECIDED),  # the control is wider than the distance
+    ],
+)
+def test_a_bar_is_met_only_if_the_whole_interval_clears_it(
+    low, value, high, spread, verdict
+):
+    found = Ratio(value, low, high, spread, pairs=10)
+    assert found.verdict(at_most=1.0) == verdict
+    other = {MET: MISSED, MISSED: MET, NOT_DECIDED: NOT_DECIDED}
+    assert found.verdict(at_least=1.0) == other[verdict]
+
+
+def test_cells_that_only_import_or_start_ray_are_start_up():
+    assert executing.is_start_up("import ray\nfrom a import (\n    b,\n)")
+    assert executing.is_start_up("start_ray(2)")
+    assert not executing.is_start_up("start_ray(2)\nresult = fit()")
+    assert not executing.is_start_up("print(1)")
+
+
+def test_the_table_says_what_the_json_file_says():
+    results = report.read(FOLDER)
+    assert (FOLDER / "RESULTS.md").read_text() == report.markdown(results)
+    assert {row["number"] for row in report.all_rows(results)} == set(range(1, 13))
+
+
+def test_a_row_has_one_of_three_verdicts():
+    with pytest.raises(ValueError, match="verdict of row 1"):
+        Row(1, "speed", "at most 1", "2", verdict="nearly met")
+
+
+def test_an_unknown_part_is_named(capsys):
+    assert main(["everything"]) == 1
+    assert "There is no part everything: choose from exact" in capsys.readouterr().out

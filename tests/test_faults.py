@@ -1,0 +1,262 @@
+"""Faults of workers, controllers, drivers, nodes and storage: no checkpoint is lost.
+
+Every run here ends with the weights of a run without Ray in which nothing happens.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from utils.cluster import start_ray
+
+import ray.train  # isort: skip  (utils.cluster sets what Ray reads at import)
+from ray.cluster_utils import Cluster  # isort: skip
+from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig  # isort: skip
+from ray.train.torch import TorchTrainer  # isort: skip
+
+EPOCHS = 4
+
+
+def one_epoch(model, optimizer, epoch):
+    """Shuffled by a generator that knows the epoch; dropout draws from the global state."""
+    generator = torch.Generator().manual_seed(epoch)
+    inputs = torch.randn(256, 64, generator=torch.Generator().manual_seed(99))
+    for batch in torch.randperm(256, generator=generator).split(32):
+        optimizer.zero_grad()
+        model(inputs[batch]).square().mean().backward()
+        optimizer.step()
+
+
+def build():
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(64, 512), torch.nn.Dropout(0.1), torch.nn.Linear(512, 1)
+    model = torch.nn.Sequential(*layers)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def weights(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).numpy()
+
+
+def undisturbed():
+    model, optimizer = build()
+    for epoch in range(EPOCHS):
+        one_epoch(model, optimizer, epoch)
+    return weights(model)
+
+
+def train_fn(config):
+    """Logs each start and epoch, and waits in epoch `wait_in` of the first attempt."""
+    import tempfile
+
+    def log(**entry):
+        with open(config["log"], "a") as file:
+            entry |= {
+                "pid": os.getpid(),
+                "node": ray.get_runtime_context().get_node_id(),
+            }
+            file.write(json.dumps(entry) + "\n")
+
+    model, optimizer = build()
+    first_epoch = 0
+    if checkpoint := ray.train.get_checkpoint():
+        with checkpoint.as_directory() as folder:
+            state = torch.load(Path(folder, "checkpoint.pt"), weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["random"])
+        first_epoch = state["epoch"] + 1
+    log(start=first_epoch)
+    for epoch in range(first_epoch, EPOCHS):
+        one_epoch(model, optimizer, epoch)
+        if epoch == config["wait_in"] and first_epoch < epoch:
+            time.sleep(1)  # a checkpoint counts once the controller has noted it
+            log(waits=epoch)
+            time.sleep(config["seconds"])
+        with tempfile.TemporaryDirectory() as folder:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            state |= {"epoch": epoch, "random": torch.get_rng_state()}
+            torch.save(state, Path(folder, "checkpoint.pt"))
+            checkpoint = Checkpoint.from_directory(folder)
+            ray.train.report({"epoch": epoch}, checkpoint=checkpoint)
+        log(saved=epoch)
+    return weights(model)
+
+
+def fit(folder, log, wait_in=None, seconds=60, max_failures=0, resources=None):
+    config = {"log": str(log), "wait_in": wait_in, "seconds": seconds}
+    trainer = TorchTrainer(
+        train_fn,
+        train_loop_config=config,
+        scaling_config=ScalingConfig(num_workers=1, resources_per_worker=resources),
+        run_config=RunConfig(
+            name="faults",
+            storage_path=str(folder),
+            failure_config=FailureConfig(max_failures=max_failures),
+        ),
+    )
+    return trainer.fit().return_value
+
+
+def entries(log, key):
+    lines = log.read_text().splitlines() if log.exists() else []
+    return [entry for line in lines if key in (entry := json.loads(line))]
+
+
+def when(log, key, act):
+    """Do `act(entry)` in a thread as soon as an entry with `key` is in the log."""
+
+    def watch():
+        while not (found := entries(log, key)):
+            time.sleep(0.05)
+        done.append(act(found[0]))
+
+    done = []
+    threading.Thread(target=watch, daemon=True).start()
+    return done
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_ray():
+    start_ray(1)
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    yield
+    ray.shutdown()
+
+
+def test_sigkill_of_a_worker(tmp_path):
+    log = tmp_path / "log"
+    killed = when(log, "waits", lambda entry: os.kill(entry["pid"], signal.SIGKILL))
+    result = fit(tmp_path, log, wait_in=2, max_failures=1)
+    assert len(killed) == 1
+    assert [entry["start"] for entry in entries(log, "start")] == [0, 2]
+    assert np.array_equal(result, undisturbed())
+
+
+def test_sigkill_of_the_controller(tmp_path):
+    """fit() ends with an error; started again, it goes on from the last checkpoint."""
+    log = tmp_path / "log"
+
+    def kill_controller(_):
+        for process in psutil.Process().children(recursive=True):
+            if "TrainController" in " ".join(process.cmdline()):
+                process.kill()
+
+    killed = when(log, "waits", kill_controller)
+    with pytest.raises(ray.exceptions.RayActorError):
+        fit(tmp_path, log, wait_in=2)
+    assert len(killed) == 1
+    assert np.array_equal(fit(tmp_path, log), undisturbed())
+    assert [entry["start"] for entry in entries(log, "start")] == [0, 2]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 4 MB, mounted at a folder; only root may mount."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)]
+    if sys.platform != "linux" or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("this user may not mount a disk to fill up")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_storage_that_fills_up_and_turns_read_only(small_disk, tmp_path):
+    """Each ends the run with an error; mended, it goes on where it was."""
+    log, filler = tmp_path / "log", small_disk / "filler"
+
+    def fill(_):
+        with pytest.raises(OSError, match="No space left"):
+            filler.write_bytes(bytes(8_000_000))
+
+    def remount(option):
+        command = ["mount", "-o", f"remount,{option}", str(small_disk)]
+        subprocess.run(command, check=True)
+
+    filled = when(log, "waits", fill)
+    with pytest.raises(Exception, match=r"(?i)no space left|training failed|error"):
+        fit(small_disk, log, wait_in=1, seconds=3)
+    assert len(filled) == 1
+    assert [entry["saved"] for entry in entries(log, "saved")] == [0]
+    filler.unlink()
+    log.rename(tmp_path / "first")
+
+    protected = when(log, "waits", lambda _: remount("ro"))
+    with pytest.raises(Exception, match=r"(?i)read-only|training failed|error"):
+        fit(small_disk, log, wait_in=2, seconds=3)
+    assert len(protected) == 1
+    assert [entry["start"] for entry in entries(log, "start")] == [1]
+    remount("rw")
+    log.rename(tmp_path / "second")
+
+    assert np.array_equal(fit(small_disk, log), undisturbed())
+    assert [entry["start"] for entry in entries(log, "start")] == [2]
+
+
+def test_sigkill_of_the_driver(tmp_path):
+    """A new driver with the same name and storage path goes on."""
+    log = tmp_path / "log"
+    code = (
+        "import sys; from pathlib import Path; from tests import test_faults as t\n"
+        "t.start_ray(1); t.ray.cloudpickle.register_pickle_by_value(t)\n"
+        "t.fit(Path(sys.argv[1]), Path(sys.argv[2]), wait_in=2)"
+    )
+    driver = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path), str(log)],
+        cwd=Path(__file__).parent.parent,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.time() + 120
+    while not entries(log, "waits"):
+        assert driver.poll() is None, "the driver ended by itself"
+        assert time.time() < deadline
+        time.sleep(0.1)
+    its_ray = psutil.Process(driver.pid).children(recursive=True)
+    driver.kill()
+    driver.wait()
+    for process in its_ray:  # as when the driver's machine loses its power
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    assert np.array_equal(fit(tmp_path, log), undisturbed())
+    assert [entry["start"] for entry in entries(log, "start")] == [0, 2]
+
+
+def test_sigkill_of_a_node(tmp_path, monkeypatch):
+    """Two nodes with room for the worker: the one it runs on is killed."""
+    ray.shutdown()
+    log, resources = tmp_path / "log", {"CPU": 1, "trainer": 1}
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+    nodes = [cluster.add_node(num_cpus=1, resources={"trainer": 1}) for _ in range(2)]
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    # right after a loss Ray may wait for a place on the lost node, for 60 s if not told
+    monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "10")
+    try:
+        start_ray(1, resources_per_worker=resources)
+
+        def kill_its_node(entry):
+            (node,) = [n for n in nodes if n.node_id == entry["node"]]
+            cluster.remove_node(node, allow_graceful=False)
+
+        killed = when(log, "waits", kill_its_node)
+        result = fit(tmp_path, log, wait_in=2, max_failures=3, resources=resources)
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+    assert len(killed) == 1
+    starts = entries(log, "start")
+    assert [entry["start"] for entry in starts] == [0, 2]
+    assert starts[0]["node"] != starts[1]["node"]
+    assert np.array_equal(result, undisturbed())
