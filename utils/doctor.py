@@ -177,8 +177,12 @@ def gpus() -> Result:
 
 def compiler() -> Result:
     """What DeepSpeed compiles its own optimizers with: C++20, ninja, Python.h."""
-    mend = "The lessons run without (see utils.zero); DeepSpeed's own optimizers, as for "
-    mend += "offload, are compiled at their first use: install {} (so called on Ubuntu)."
+    mend = (
+        "The lessons run without (see utils.zero); DeepSpeed's own optimizers, as for "
+    )
+    mend += (
+        "offload, are compiled at their first use: install {} (so called on Ubuntu)."
+    )
     cxx = shutil.which(os.environ.get("CXX", "c++"))
     if not cxx:
         return Result("warn", "no C++ compiler", mend.format("build-essential"))

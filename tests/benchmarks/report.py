@@ -56,6 +56,8 @@ def write(folder: Path, results: dict) -> None:
 
 def draw(path: Path, rows: list[dict]) -> None:
     """Per row the interval of the ratio, the control around 1, and the bar."""
+    if not rows:
+        return
     figure, ax = plt.subplots(figsize=(9, 1.2 + 0.45 * len(rows)), layout="constrained")
     for y, row in enumerate(rows):
         data = row["data"]

@@ -98,7 +98,7 @@ def _throughput(files: list[str]) -> list[Row]:
         return seconds
 
     by_ray, by_loader = interleave(
-        lambda: note("ray", ray_pass(files)), lambda: note("loader", loader.ask(files))
+        lambda: note("ray", ray_pass(files, blocks=8)), lambda: note("loader", loader.ask(files))
     )
     loader.end()
     loader.started.wait()
@@ -129,7 +129,7 @@ def _memory(files: list[str]) -> list[Row]:
 
     def peak(files) -> float:
         with sample_memory(0.1) as samples:
-            ray_pass(files)
+            ray_pass(files, blocks=len(files))
         spilled.append(samples[-1].spilled - samples[0].spilled)
         return max(s.object_store + s.processes for s in samples)
 
