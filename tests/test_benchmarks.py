@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from tests.benchmarks import __main__ as benchmark
 from tests.benchmarks import executing, report
 from tests.benchmarks.__main__ import FOLDER, main
 from tests.benchmarks.ratios import MET, MISSED, NOT_DECIDED, Ratio, interleave, ratio
@@ -80,6 +81,16 @@ def test_the_table_says_what_the_json_file_says():
 def test_a_row_has_one_of_three_verdicts():
     with pytest.raises(ValueError, match="verdict of row 1"):
         Row(1, "speed", "at most 1", "2", verdict="nearly met")
+
+
+def test_bytes_are_what_the_formulas_say(tmp_path, monkeypatch):
+    """The rows that are exact, as `make bench` measures and writes them."""
+    monkeypatch.setattr(benchmark, "FOLDER", tmp_path)
+    assert main(["exact"]) == 0
+    rows = report.all_rows(report.read(tmp_path))
+    assert [(row["number"], row["verdict"]) for row in rows] == [(6, MET), (7, MET)]
+    assert all(len(row["data"]) == 6 for row in rows)  # strategies
+    assert "| 6 | bytes sent per step" in (tmp_path / "RESULTS.md").read_text()
 
 
 def test_an_unknown_part_is_named(capsys):

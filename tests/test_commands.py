@@ -26,6 +26,7 @@ RUN_BY = {
     "make setup": "CI, and tests/test_setup.py",
     "make tour": "test_tour_prints_what_was_proved",
     "make record": "test_record_saves_clean_outputs",
+    "make bench": "tests/test_benchmarks.py, in part: all of it takes 20 minutes",
     "make doctor": "tests/test_doctor.py",
     "make clean": "tests/test_setup.py",
     "python -m utils.doctor": "tests/test_doctor.py",

@@ -45,7 +45,7 @@ def main(parts: list[str]) -> int:
         "ray": ray.__version__,
     }
     report.write(FOLDER, results)
-    print(f"Written: {(FOLDER / 'RESULTS.md').relative_to(Path.cwd())}")
+    print(f"Written: {os.path.relpath(FOLDER / 'RESULTS.md')}")
     return 0
 
 
