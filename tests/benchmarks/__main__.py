@@ -10,6 +10,7 @@ import os
 import platform
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
 
 from tests.notebooks import RECORDING_ENVIRONMENT
@@ -27,24 +28,21 @@ def main(parts: list[str]) -> int:
     from tests.benchmarks import report
 
     results = report.read(FOLDER) if parts else {"parts": {}}
+    results["machine"] = {
+        "cores": os.cpu_count(),
+        "processor": platform.machine(),
+        "python": platform.python_version(),
+        "torch": metadata.version("torch").partition("+")[0],
+        "ray": metadata.version("ray"),
+    }
     for part in parts or PARTS:
         start = time.perf_counter()
         rows = importlib.import_module(f"tests.benchmarks.{part}").rows()
         seconds = time.perf_counter() - start
         results["parts"][part] = {"seconds": seconds, "rows": [vars(r) for r in rows]}
+        report.write(FOLDER, results)  # after each part, so that nothing is lost
         for row in rows:
             print(f"{row.number:3d}  {row.value:>8s}  {row.verdict:12s} {row.what}")
-    import ray
-    import torch
-
-    results["machine"] = {
-        "cores": os.cpu_count(),
-        "processor": platform.machine(),
-        "python": platform.python_version(),
-        "torch": torch.__version__.partition("+")[0],
-        "ray": ray.__version__,
-    }
-    report.write(FOLDER, results)
     print(f"Written: {os.path.relpath(FOLDER / 'RESULTS.md')}")
     return 0
 
