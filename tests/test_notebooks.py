@@ -26,6 +26,7 @@ FORBIDDEN_SOURCE = {
     "a star import": r"import \*",
     "GPUs hard-coded": r"use_gpu=True",
     "a banner": r"# ?[=\-#]{10,}",
+    "a command that a space in the path breaks": r"\{sys\.executable\}",
 }
 
 

@@ -22,6 +22,12 @@ _ENVIRONMENT = {
     "RAY_DATA_USE_DATASOURCE_V2": "0",
     # Ray Train would log every print of a worker a second time.
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
+    # Raylets' notes about what died, full of pids and addresses, reach a driver also where
+    # log_to_driver=False; whoever waits for it gets an exception that says the same.
+    "RAY_DEDUP_LOGS_SKIP_REGEX": (
+        "worker died or was killed|retries remaining|Raylet is terminated"
+        "|has been marked dead|cannot be scheduled right now"
+    ),
 }
 for _name, _value in _ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
@@ -133,10 +139,6 @@ def _connect(num_workers: int, resources: dict[str, float], options: dict) -> st
         defaults["dashboard_host"] = "127.0.0.1"  # it runs code for whoever opens it
         defaults["include_dashboard"] = True
     options = defaults | options
-    if not options["log_to_driver"]:
-        # Silences raylets' notes about processes that died, full of pids and addresses:
-        # whoever waits for such a process gets an exception that says the same.
-        ray._private.worker.print_to_stdstream = lambda *_, **__: None
     try:
         if ":" in address and "//" not in address:  # Ray itself tries for two minutes
             host, port = address.rsplit(":", 1)
