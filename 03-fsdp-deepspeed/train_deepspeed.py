@@ -134,15 +134,9 @@ def read_config(args):
 
 
 def nvme_is_ready(offload):
-    load_deepspeed()
-    from deepspeed.ops.op_builder import AsyncIOBuilder
-
+    compatible = load_deepspeed().ops.__compatible_ops__
     paths = [part["nvme_path"] for part in offload if "nvme_path" in part]
-    return (
-        bool(paths)
-        and all(map(os.path.isdir, paths))
-        and AsyncIOBuilder().is_compatible()
-    )
+    return bool(paths) and all(map(os.path.isdir, paths)) and compatible["async_io"]
 
 
 def train_step(engine, inputs, targets):

@@ -1,5 +1,6 @@
 """Import DeepSpeed so that it needs no compiler and prints nothing."""
 
+import contextlib
 import logging
 import os
 
@@ -19,6 +20,25 @@ def load_deepspeed():
     import deepspeed
 
     deepspeed.utils.logger.setLevel(logging.ERROR)
+    with _linker_silenced():  # the first look at this table fills it
+        compatible = deepspeed.ops.__compatible_ops__
     if device == "cpu":
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        compatible["deepspeed_shm_comm"] = False
     return deepspeed
+
+
+@contextlib.contextmanager
+def _linker_silenced():
+    """DeepSpeed links programs to see which libraries there are.
+
+    Their complaints go to file descriptor 2. DeepSpeed redirects `sys.stderr.fileno()`,
+    which is another one in a notebook.
+    """
+    kept = os.dup(2)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
