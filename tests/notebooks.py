@@ -22,7 +22,7 @@ from tqdm import tqdm
 ROOT = Path(__file__).parent.parent
 CELL_TIMEOUT_S = 300
 PROOF = "Proved: "
-NAVIGATION = re.compile(r"^<!-- navigation -->.*\n*", re.MULTILINE)
+NAVIGATION = re.compile(r"^.*<!-- navigation -->.*\n*", re.MULTILINE)
 # What a recorded notebook and its comparison have in common: CPU, one thread, own Ray.
 RECORDING_ENVIRONMENT = {
     "WORKSHOP_MODE": "smoke",
@@ -63,7 +63,8 @@ def navigation(path: Path) -> str:
         )
     if here + 1 < len(notebooks):
         links.append(f"[{title(notebooks[here + 1])} →]({_link(notebooks[here + 1])})")
-    return "<!-- navigation -->" + " | ".join(links)
+    # Not in front: Markdown takes a line that begins with a comment as HTML, links and all.
+    return " | ".join(links) + " <!-- navigation -->"
 
 
 def with_navigation(path: Path, notebook: nbformat.NotebookNode) -> None:

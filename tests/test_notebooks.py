@@ -9,6 +9,7 @@ import sys
 
 import nbformat
 import pytest
+from nbconvert.filters.markdown import markdown2html
 
 from tests import notebooks, scripts
 from utils.show import function_source
@@ -100,6 +101,13 @@ def test_navigation_is_fresh(notebook):
     line = notebooks.navigation(notebook.path)
     assert notebook.cells[0].source.startswith(line)
     assert notebook.cells[-1].source.endswith(line)
+
+
+def test_links_are_rendered(notebook):
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            page = markdown2html(cell.source)
+            assert "](" not in re.sub(r"<code.*?</code>", "", page, flags=re.DOTALL)
 
 
 def test_notebook_proves_something(notebook):
