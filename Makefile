@@ -24,7 +24,7 @@ $(READY): requirements.txt
 	@if [ -d .venv ] && [ ! -e .venv/.ready ]; then echo "An earlier set-up was interrupted: starting it over."; fi
 	@rm -f $(READY)
 	@if command -v uv >/dev/null; then \
-	  uv venv --quiet --clear --python "$(PYTHON)" .venv && uv pip install --python $(PY) -r requirements.txt; \
+	  uv venv --quiet --clear --python "$(PYTHON)" .venv && uv pip install --compile-bytecode --python $(PY) -r requirements.txt; \
 	else \
 	  { $(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv; } && $(PY) -m pip install -r requirements.txt; \
 	fi || { echo "The packages could not be installed (the lines above say why): mend that, then run 'make setup' again."; exit 1; }
