@@ -9,6 +9,8 @@
 #   MASTER_PORT      the rendezvous port, on the first host (default 29500)
 #   REMOTE_DIR       where this folder is on the hosts (default: the same path as here)
 #   TORCHRUN         torchrun's path on the hosts (default: torchrun)
+#   GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME   the network interface by which hosts reach each
+#                    other, such as eth0: needed where a host's own name means 127.0.0.1
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
@@ -26,19 +28,23 @@ if [ "$nodes" -eq 0 ]; then
   fi
 fi
 
-launch() { # node_rank: start torchrun there
+launch() { # node_rank: become torchrun there, so that a signal to this job reaches it
   local command=("$torchrun" --nnodes="$nodes" --node_rank="$1" --nproc_per_node="$nproc"
     --master_addr="$master" --master_port="$port" train_ddp.py "${arguments[@]}")
   if [ "${#hosts[@]}" -eq 0 ]; then
-    "${command[@]}"
+    exec "${command[@]}"
   else
     # %q quotes each word for the other shell; with -tt, what runs there ends with ssh.
-    ssh -ttn -o BatchMode=yes "${hosts[$1]}" \
-      "cd $(printf '%q' "${REMOTE_DIR:-$PWD}") && OMP_NUM_THREADS=1 $(printf '%q ' "${command[@]}")"
+    exec ssh -ttn -o BatchMode=yes "${hosts[$1]}" \
+      "cd $(printf '%q' "${REMOTE_DIR:-$PWD}") && env $(printf '%q ' "${passed_on[@]}" "${command[@]}")"
   fi
 }
 
 arguments=("$@")
+passed_on=(OMP_NUM_THREADS=1) # ssh itself passes no variable on
+for name in GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME; do
+  [ -z "${!name:-}" ] || passed_on+=("$name=${!name}")
+done
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 pids=()
 for ((node = 0; node < nodes; node++)); do

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -220,7 +221,8 @@ def test_nodes_are_launched_over_ssh(tmp_path):
     ssh = tmp_path / "ssh"
     ssh.write_text(
         "#!/bin/bash\nwhile [[ $1 == -* ]]; do [[ $1 == -o ]] && shift; shift; done\n"
-        f'echo "$1" >>{tmp_path}/hosts\ncd / && exec bash -c "$2"\n'
+        f'echo "$1" >>{tmp_path}/hosts\necho "$2" >>{tmp_path}/commands\n'
+        'cd / && exec env -u GLOO_SOCKET_IFNAME bash -c "$2"\n'
     )
     ssh.chmod(0o755)
     bin_folder = Path(sys.executable).parent
@@ -228,6 +230,7 @@ def test_nodes_are_launched_over_ssh(tmp_path):
         "HOSTS": "127.0.0.1 localhost",
         "PATH": f"{tmp_path}:{bin_folder}:{os.environ['PATH']}",
         "MASTER_PORT": "29733",
+        "GLOO_SOCKET_IFNAME": "lo",
     }
     done = subprocess.run(
         [scripts.LAUNCH_MULTINODE, "--epochs", "0", "--batch-size", "16"],
@@ -242,3 +245,21 @@ def test_nodes_are_launched_over_ssh(tmp_path):
         "127.0.0.1",
         "localhost",
     ]
+    commands = (tmp_path / "commands").read_text().splitlines()
+    assert ["GLOO_SOCKET_IFNAME=lo " in command for command in commands] == [True] * 2
+
+
+def test_a_host_that_fails_ends_the_other_one(tmp_path):
+    """Else its torchrun would wait there, and hold the GPUs, after all is over here."""
+    ssh = tmp_path / "ssh"
+    ssh.write_text(
+        f"#!/bin/bash\n[[ $* == *node_rank=1* ]] && sleep 1 && exit 3\n"
+        f"echo $$ >{tmp_path}/pid && exec sleep 300\n"
+    )
+    ssh.chmod(0o755)
+    environment = {"HOSTS": "one two", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        [scripts.LAUNCH_MULTINODE], env=os.environ | environment, timeout=60
+    )
+    assert done.returncode != 0
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
