@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import ray.train
 import torch
 import torch.distributed as dist
@@ -100,6 +101,17 @@ def read_images(path, on_corrupt):
     )
     # Without batch_size, so that Ray Data reads and decodes in one task.
     return dataset.map_batches(partial(decode, on_corrupt=on_corrupt)), num_rows
+
+
+def find_damage(path):
+    """Why a run could not read its files, in a sentence with a name, or None.
+
+    A run begins when the footers are whole. This reads everything else, too.
+    """
+    try:
+        preflight.check_parquet(*preflight.find_parquet(path), COLUMNS, pages=True)
+    except (ValueError, OSError) as problem:
+        return problem
 
 
 def train_step(model, optimizer, images, labels):
@@ -296,6 +308,8 @@ def main():
     except ray.train.TrainingFailedError as failure:
         for error in getattr(failure, "worker_failures", {}).values():
             cause = getattr(error, "cause", error)  # a failed decode comes wrapped
+            if args.data_path and isinstance(cause, (OSError, pa.ArrowException)):
+                cause = find_damage(args.data_path) or cause
             if isinstance(cause, (ValueError, OSError)):  # says what to mend
                 sys.exit(f"train_ray_ddp_with_ray_data.py: {cause}")
         raise

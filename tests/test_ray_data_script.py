@@ -20,9 +20,21 @@ from utils.shards import write_shards
 script = scripts.load(scripts.TRAIN_RAY_DDP_WITH_RAY_DATA)
 
 
+def write_with_a_damaged_page(path, table):
+    """A file with a whole footer, of which a compressed page cannot be read."""
+    pq.write_table(table, path, compression="zstd")
+    image = pq.read_metadata(path).row_group(0).column(1)
+    assert image.path_in_schema == "image"
+    start = image.dictionary_page_offset or image.data_page_offset
+    content = bytearray(path.read_bytes())
+    middle = slice(start + 1000, start + 1100)
+    content[middle] = bytes(byte ^ 255 for byte in content[middle])
+    path.write_bytes(content)
+
+
 @pytest.fixture(scope="module")
 def damaged(tmp_path_factory):
-    """Four files of 48 rows: one image of the first is corrupt, the last file is cut."""
+    """48 rows per file: an image of 0 is corrupt, 3 is cut, a page of 4 is damaged."""
     folder = tmp_path_factory.mktemp("damaged")
     paths = list(write_shards(folder, 1.6e-4, image_size=28, rows_per_shard=48))
     assert len(paths) == 4
@@ -30,16 +42,18 @@ def damaged(tmp_path_factory):
     images = table["image"].to_pylist()
     images[7] = images[7][:100]
     pq.write_table(table.set_column(1, "image", pa.array(images)), paths[0])
+    write_with_a_damaged_page(folder / "shard-00004.parquet", pq.read_table(paths[3]))
     paths[3].write_bytes(paths[3].read_bytes()[:2000])
     return folder
 
 
 @pytest.fixture(scope="module")
 def whole_files(damaged, tmp_path_factory):
-    """The same without the file that was cut: one image is still corrupt."""
+    """The first three of them: one image is still corrupt."""
     folder = tmp_path_factory.mktemp("whole") / "files"
     shutil.copytree(damaged, folder)
-    (folder / "shard-00003.parquet").unlink()
+    for number in (3, 4):
+        (folder / f"shard-{number:05}.parquet").unlink()
     return folder
 
 
@@ -72,9 +86,7 @@ def test_a_run_leaves_out_and_counts_what_is_corrupt(damaged, tmp_path):
     arguments += ["--num-epochs", 2, "--batch-size", 18, "--smoke-test"]
     done = run(*arguments, "--checkpoint-dir", tmp_path)
     assert done.returncode == 0, done.stderr
-    assert re.search(
-        r"Left out 1 corrupt file\(s\): .*shard-00003\.parquet", done.stdout
-    )
+    assert re.search(r"Left out 2 corrupt file.*-00003\.par.*-00004\.par", done.stdout)
     assert "144 rows to train on, 72 for each worker" in done.stdout
     epochs = re.findall(
         r"epoch \d: loss \S+ steps (\d+), rows (\d+), corrupt (\d+)", done.stdout
@@ -85,6 +97,17 @@ def test_a_run_leaves_out_and_counts_what_is_corrupt(damaged, tmp_path):
     again = run(*arguments, "--checkpoint-dir", tmp_path)
     assert again.returncode == 1
     assert "holds an earlier run: add --resume" in again.stderr
+
+
+def test_a_run_that_meets_a_damaged_page_names_its_file(damaged, tmp_path):
+    """Its footer is whole, so only the run itself finds out."""
+    for number in (1, 2, 4):
+        shutil.copy(damaged / f"shard-{number:05}.parquet", tmp_path)
+    done = run("--data-path", tmp_path, "--smoke-test", "--batch-size", 8)
+    assert done.returncode == 1
+    *_, sentence = done.stderr.strip().splitlines()
+    assert re.search(r"shard-00004\.parquet is not a whole Parquet file", sentence)
+    assert sentence.startswith("train_ray_ddp_with_ray_data.py: ")
 
 
 def test_decode_gives_black_and_a_label_that_the_loss_ignores():

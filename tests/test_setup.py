@@ -209,7 +209,7 @@ def test_uv_is_used_where_it_is(clone):
     assert status == 0, output
     assert calls[:2] == [
         "uv venv --quiet --clear --python python3 .venv",
-        "uv pip install --python .venv/bin/python -r requirements.txt",
+        "uv pip install --compile-bytecode --python .venv/bin/python -r requirements.txt",
     ]
     assert not any("-m pip" in call for call in calls)
 

@@ -45,20 +45,29 @@ def check_parquet(
     files: list[str],
     columns: list[str],
     skip_corrupt: bool = False,
+    pages: bool | None = None,
 ) -> tuple[list[str], int, list[str]]:
-    """Read the footer of every file: which are whole, and how many rows they have.
+    """Find out which files are whole, and how many rows they have.
 
-    Returns the whole files, the number of their rows, and the corrupt files. Only
-    footers are read, a few KB per file; a damaged page is noticed when it is streamed.
+    Returns the whole files, the number of their rows, and the corrupt files. Reads their
+    footers, a few KB per file, and all of the columns if `pages` (default: if
+    `skip_corrupt`, as a file can only be left out before a run has begun).
 
     Raises:
         ValueError: a file lacks one of `columns`; is corrupt, unless `skip_corrupt`; or
             all are.
     """
 
+    pages = skip_corrupt if pages is None else pages
+
     def read(file: str):
         try:
-            return pq.read_metadata(file, filesystem=system)
+            with pq.ParquetFile(
+                file, filesystem=system, page_checksum_verification=True
+            ) as parquet:
+                for group in range(parquet.num_row_groups if pages else 0):
+                    parquet.read_row_group(group, columns)
+                return parquet.metadata
         except (pa.ArrowException, OSError) as error:
             if skip_corrupt:
                 return None
