@@ -11,6 +11,7 @@ memory at a time. Tasks on CPUs read and decode while the workers train.
 import argparse
 import io
 import os
+import re
 import sys
 import tempfile
 import time
@@ -101,17 +102,6 @@ def read_images(path, on_corrupt):
     )
     # Without batch_size, so that Ray Data reads and decodes in one task.
     return dataset.map_batches(partial(decode, on_corrupt=on_corrupt)), num_rows
-
-
-def find_damage(path):
-    """Why a run could not read its files, in a sentence with a name, or None.
-
-    A run begins when the footers are whole. This reads everything else, too.
-    """
-    try:
-        preflight.check_parquet(*preflight.find_parquet(path), COLUMNS, pages=True)
-    except (ValueError, OSError) as problem:
-        return problem
 
 
 def train_step(model, optimizer, images, labels):
@@ -283,12 +273,28 @@ def set_up(args):
     return name, folder, data
 
 
+def explain(error, path):
+    """What to mend after an error, in one sentence, or None: then read the traceback."""
+    # On its way through Ray Data an error of `decode` loses its type, and not its text.
+    if decoding := re.search(r"^ValueError: (An image in .+)$", str(error), re.M):
+        return decoding[1]
+    cause = getattr(error, "cause", error)  # Ray wraps what a task has raised
+    if path and isinstance(cause, (OSError, pa.ArrowException)):
+        try:  # a run begins when all footers are whole: which file has a damaged page?
+            files = preflight.find_parquet(path)
+            preflight.check_parquet(*files, COLUMNS, pages=True)
+        except (ValueError, OSError) as problem:
+            return problem
+    return cause if isinstance(cause, (ValueError, OSError)) else None
+
+
 def main():
     args = parse_args()
     try:
         name, folder, data = set_up(args)
     except (ValueError, OSError, RuntimeError) as problem:
-        sys.exit(f"train_ray_ddp_with_ray_data.py: {problem}")
+        sentence = explain(problem, args.data_path) or problem
+        sys.exit(f"train_ray_ddp_with_ray_data.py: {sentence}")
     trainer = TorchTrainer(
         train_fn,
         train_loop_config=vars(args) | {"has_test_set": "test" in data},
@@ -307,11 +313,8 @@ def main():
         result = trainer.fit()
     except ray.train.TrainingFailedError as failure:
         for error in getattr(failure, "worker_failures", {}).values():
-            cause = getattr(error, "cause", error)  # a failed decode comes wrapped
-            if args.data_path and isinstance(cause, (OSError, pa.ArrowException)):
-                cause = find_damage(args.data_path) or cause
-            if isinstance(cause, (ValueError, OSError)):  # says what to mend
-                sys.exit(f"train_ray_ddp_with_ray_data.py: {cause}")
+            if sentence := explain(error, args.data_path):
+                sys.exit(f"train_ray_ddp_with_ray_data.py: {sentence}")
         raise
     print(f"Trained. The last checkpoint is in {result.checkpoint.path}")
 

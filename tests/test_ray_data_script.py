@@ -27,8 +27,8 @@ def write_with_a_damaged_page(path, table):
     assert image.path_in_schema == "image"
     start = image.dictionary_page_offset or image.data_page_offset
     content = bytearray(path.read_bytes())
-    middle = slice(start + 1000, start + 1100)
-    content[middle] = bytes(byte ^ 255 for byte in content[middle])
+    header = slice(start, start + 40)  # the pixels after it are stored as they are
+    content[header] = bytes(byte ^ 255 for byte in content[header])
     path.write_bytes(content)
 
 
@@ -99,15 +99,21 @@ def test_a_run_leaves_out_and_counts_what_is_corrupt(damaged, tmp_path):
     assert "holds an earlier run: add --resume" in again.stderr
 
 
-def test_a_run_that_meets_a_damaged_page_names_its_file(damaged, tmp_path):
-    """Its footer is whole, so only the run itself finds out."""
-    for number in (1, 2, 4):
+@pytest.mark.parametrize(
+    ("numbers", "sentence"),
+    [
+        ([0, 1, 2], r"An image in \S+shard-00000\.parquet is corrupt"),
+        ([1, 2, 4], r"\S+shard-00004\.parquet is not a whole Parquet file"),
+    ],
+    ids=["an image", "a page behind a whole footer"],
+)
+def test_a_run_that_meets_damage_names_the_file(damaged, tmp_path, numbers, sentence):
+    for number in numbers:
         shutil.copy(damaged / f"shard-{number:05}.parquet", tmp_path)
     done = run("--data-path", tmp_path, "--smoke-test", "--batch-size", 8)
     assert done.returncode == 1
-    *_, sentence = done.stderr.strip().splitlines()
-    assert re.search(r"shard-00004\.parquet is not a whole Parquet file", sentence)
-    assert sentence.startswith("train_ray_ddp_with_ray_data.py: ")
+    expected = rf"^train_ray_ddp_with_ray_data\.py: {sentence} .+ --on-corrupt skip\.$"
+    assert len(re.findall(expected, done.stderr, re.MULTILINE)) == 1
 
 
 def test_decode_gives_black_and_a_label_that_the_loss_ignores():
