@@ -278,8 +278,9 @@ def explain(error, path):
     # On its way through Ray Data an error of `decode` loses its type, and not its text.
     if decoding := re.search(r"^ValueError: (An image in .+)$", str(error), re.M):
         return decoding[1]
-    cause = getattr(error, "cause", error)  # Ray wraps what a task has raised
-    if path and isinstance(cause, (OSError, pa.ArrowException)):
+    in_task = isinstance(error, ray.exceptions.RayTaskError)
+    cause = error.cause if in_task else error
+    if path and in_task and isinstance(cause, (OSError, pa.ArrowException)):
         try:  # a run begins when all footers are whole: which file has a damaged page?
             files = preflight.find_parquet(path)
             preflight.check_parquet(*files, COLUMNS, pages=True)

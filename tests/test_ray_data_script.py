@@ -116,6 +116,12 @@ def test_a_run_that_meets_damage_names_the_file(damaged, tmp_path, numbers, sent
     assert len(re.findall(expected, done.stderr, re.MULTILINE)) == 1
 
 
+def test_only_what_a_task_could_not_read_has_the_data_read_again():
+    """Else a full disk, or a missing folder to resume, would cost a pass over all data."""
+    full = OSError(28, "No space left on device")
+    assert script.explain(full, "/nowhere") is full
+
+
 def test_decode_gives_black_and_a_label_that_the_loss_ignores():
     batch = {"image": [b"no image"], "label": np.array([3]), "path": ["here.parquet"]}
     decoded = script.decode(batch, on_corrupt="skip")
