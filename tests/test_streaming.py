@@ -191,9 +191,8 @@ def test_shared_memory_is_not_counted_as_private():
     kept = ray.get(ray.put(np.ones(4 * MIB)))  # 32 MiB in the store, mapped here
     assert kept.sum() == 4 * MIB
     assert private_bytes(psutil.Process()) - before < 16 * MIB
-    mine = mmap.mmap(
-        -1, 32 * MIB, flags=mmap.MAP_PRIVATE
-    )  # fresh, where np.ones may reuse
+    # Not np.ones, which may take memory that this process has had before.
+    mine = mmap.mmap(-1, 32 * MIB, flags=mmap.MAP_PRIVATE)
     mine.write(b"1" * len(mine))
     assert private_bytes(psutil.Process()) - before > 24 * MIB
 
