@@ -1,9 +1,11 @@
 """utils.cluster: Ray starts quietly, carries utils along, and says what does not fit."""
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -92,6 +94,24 @@ def test_utils_reach_a_node_that_does_not_have_them():
 def test_no_statistics_and_a_short_poll(started):
     assert started[1]["usage"] == "0"
     assert float(started[1]["poll"]) == 0.2
+
+
+@pytest.mark.parametrize(
+    ("program", "note"),
+    [
+        ("raylet/raylet", b"worker died or was killed"),
+        ("raylet/raylet", b"cannot be scheduled right now"),
+        ("raylet/raylet", b"worker processes have been started"),
+        ("gcs/gcs_server", b"has been marked dead"),
+    ],
+)
+def test_notes_of_ray_that_no_notebook_may_show(program, note):
+    """They come late or only on a slow machine; with new words they would come again."""
+    from utils.cluster import _ENVIRONMENT
+
+    assert note.decode() in _ENVIRONMENT["RAY_DEDUP_LOGS_SKIP_REGEX"]
+    core = Path(importlib.util.find_spec("ray").origin).parent / "core/src/ray"
+    assert note in (core / program).read_bytes()
 
 
 def test_a_request_that_fits_no_node_is_said(started):

@@ -22,11 +22,13 @@ _ENVIRONMENT = {
     "RAY_DATA_USE_DATASOURCE_V2": "0",
     # Ray Train would log every print of a worker a second time.
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
-    # Raylets' notes about what died, full of pids and addresses, reach a driver also where
-    # log_to_driver=False; whoever waits for it gets an exception that says the same.
+    # Raylets' notes, full of pids and addresses, reach a driver also where
+    # log_to_driver=False. About what died, whoever waits for it gets an exception; the last
+    # one counts processes that are still starting: a slow machine, and nothing to mend.
     "RAY_DEDUP_LOGS_SKIP_REGEX": (
         "worker died or was killed|retries remaining|Raylet is terminated"
         "|has been marked dead|cannot be scheduled right now"
+        "|worker processes have been started"
     ),
 }
 for _name, _value in _ENVIRONMENT.items():
