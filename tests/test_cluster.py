@@ -38,7 +38,7 @@ def forget():
         del sys.modules[name]
 
 found = ray.get(elsewhere.remote(os.environ["RAY_ADDRESS"] == "local"))
-nodes = ray.nodes()
+asks = ray.get(ray.remote(lambda: os.environ.get("RAY_API_SERVER_ADDRESS")).remote())
 try:
     check_fits(2, {"CPU": 1, "GPU": 1})
     problem = ""
@@ -47,8 +47,11 @@ except RuntimeError as error:
 print(json.dumps({
     "cpus": ray.cluster_resources()["CPU"], "found": found, "problem": problem,
     "usage": os.environ["RAY_USAGE_STATS_ENABLED"],
-    "poll": os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"],
+    "poll": os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"], "asks": asks,
 }))
+ray.shutdown()
+if os.environ["RAY_ADDRESS"] != "local":
+    cluster.shutdown()  # which also removes Ray's note of it on this machine
 """
 
 
@@ -73,6 +76,11 @@ def started() -> tuple[str, dict]:
 
 def test_one_line_with_the_dashboard_on_this_machine_only(started):
     assert "Dashboard: http://127.0.0.1:" in started[0]
+
+
+def test_workers_ask_their_own_ray_for_its_state(started):
+    """And not the one that was last noted on this machine, for which they would wait."""
+    assert started[0].endswith(f"Dashboard: {started[1]['asks']}")
 
 
 def test_cpus_for_all_workers_and_two_more(started):

@@ -1,5 +1,6 @@
 """Start or join Ray quietly, and check that a run fits before it waits for ever."""
 
+import contextlib
 import logging
 import os
 import shlex
@@ -140,7 +141,16 @@ def _connect(num_workers: int, resources: dict[str, float], options: dict) -> st
         defaults["num_cpus"] = max(os.cpu_count(), int(cpus))
         defaults["dashboard_host"] = "127.0.0.1"  # it runs code for whoever opens it
         defaults["include_dashboard"] = True
+        defaults["dashboard_port"] = _free_port()
     options = defaults | options
+    if address == "local":
+        # For this process and those of Ray. Else ray.util.state asks whatever Ray was last
+        # noted on this machine: if that one is gone, the end of each fit waits 12 s for it.
+        os.environ["RAY_API_SERVER_ADDRESS"] = (
+            f"http://127.0.0.1:{options['dashboard_port']}"
+        )
+    else:
+        os.environ.pop("RAY_API_SERVER_ADDRESS", None)
     try:
         if ":" in address and "//" not in address:  # Ray itself tries for two minutes
             host, port = address.rsplit(":", 1)
@@ -157,11 +167,16 @@ def _connect(num_workers: int, resources: dict[str, float], options: dict) -> st
     logging.getLogger("ray.data").setLevel(
         logging.ERROR
     )  # a plan per execution, and so on
-    dashboard = f"http://{context.dashboard_url}" if context.dashboard_url else "off"
-    if address == "local" and context.dashboard_url:
-        # Else ray.util.state looks for any Ray on this machine, and refuses if it finds two
-        os.environ["RAY_API_SERVER_ADDRESS"] = dashboard
-    return dashboard
+    return f"http://{context.dashboard_url}" if context.dashboard_url else "off"
+
+
+def _free_port(first: int = 8265) -> int:
+    """The first port from `first` on that nobody listens on; 8265 is Ray's dashboard."""
+    for port in range(first, first + 1000):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError(f"All ports from {first} to {first + 999} are in use: free one.")
 
 
 def default_resources() -> dict[str, float]:
