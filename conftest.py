@@ -1,5 +1,6 @@
 """What every test and compared notebook runs in: CPU, one thread, own Ray and folder."""
 
+import importlib
 import json
 import os
 import shutil
@@ -15,6 +16,9 @@ from tests.notebooks import RECORDING_ENVIRONMENT, ROOT, end_left_over
 SECONDS = ROOT / "build" / "seconds.json"
 
 os.environ.update(RECORDING_ENVIRONMENT)
+importlib.import_module(
+    "utils.cluster"
+)  # it sets what Ray reads when a test imports it
 # This environment's programs (torchrun, ninja) first, also where it is not activated.
 os.environ["PATH"] = sysconfig.get_path("scripts") + os.pathsep + os.environ["PATH"]
 _setup, _teardown = IPyNbFile.setup, IPyNbFile.teardown

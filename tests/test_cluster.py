@@ -122,6 +122,15 @@ def test_notes_of_ray_that_no_notebook_may_show(program, note):
     assert note in (core / program).read_bytes()
 
 
+def test_ray_imported_too_early_is_said():
+    names = "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "RAY_DATA_USE_DATASOURCE_V2"
+    without = f"import os; [os.environ.pop(name, None) for name in {names}]\n"
+    early = run(without + "import ray\nimport utils.cluster")
+    assert "import utils.cluster first" in early.stderr
+    in_time = run(without + "import utils.cluster\nimport ray")
+    assert (in_time.returncode, in_time.stderr) == (0, "")
+
+
 def test_a_request_that_fits_no_node_is_said(started):
     problem = started[1]["problem"]
     assert "asks for 2 workers with 1 CPU, 1 GPU each" in problem  # asked

@@ -5,19 +5,29 @@ decides "same algorithm" over all steps, float32 decides "same code path" on the
 gradient.
 """
 
+import gc
+import io
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
+import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import ray
 import torch
 import torch.distributed as dist
+from PIL import Image
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
 
 from tests import parity, scripts
 from utils.cluster import start_ray
 from utils.launch import run_ranks
+from utils.models import resnet18
+from utils.shards import write_shards
 
 FLOAT64, FLOAT32 = 1e-10, 1e-5
 WORKERS = (1, 2, 3)
@@ -109,3 +119,58 @@ def test_a_mistake_is_seen(name):
     if name != "no set_epoch":  # which is right in the first step
         assert relative(ours["gradient"], theirs["gradient"]) > 1e6 * FLOAT64
         assert relative(ours["gradient32"], theirs["gradient32"]) > 1e3 * FLOAT32
+
+
+def streamed(shards: list[str], decode) -> list[list[dict[str, torch.Tensor]]]:
+    """Four shuffled batches for each of two ranks, as Ray Data deals them out."""
+    dataset = ray.data.read_parquet(shards, shuffle="files").map_batches(
+        lambda batch: decode(batch) | {"id": batch["id"]}, batch_size=32
+    )
+
+    def read(split):
+        return list(
+            split.iter_torch_batches(batch_size=8, local_shuffle_buffer_size=32)
+        )
+
+    with ThreadPoolExecutor(2) as pool:
+        return [b[:4] for b in pool.map(read, dataset.streaming_split(2, equal=True))]
+
+
+def loaded(shards: list[str], orders: list[list[int]]) -> list[list[tuple]]:
+    """By rank, what a DataLoader makes of the same files in the given order of rows."""
+    rows = pq.read_table(shards).to_pydict()
+    pictures = [np.asarray(Image.open(io.BytesIO(image))) for image in rows["image"]]
+    images = torch.tensor(np.stack(pictures))[:, None] / 255
+    in_memory = TensorDataset(images, torch.tensor(rows["label"]))
+    return [list(DataLoader(in_memory, batch_size=8, sampler=ids)) for ids in orders]
+
+
+def test_training_through_ray_data_equals_the_dataloader(tmp_path):
+    """Same order of rows: the same weights, bit for bit, and those of one process."""
+    script = scripts.load(scripts.TRAIN_RAY_DDP_WITH_RAY_DATA)
+    shards = [str(p) for p in write_shards(tmp_path, 4e-4, 28, rows_per_shard=48)]
+    batches = streamed(shards, script.decode)
+    by_ray = [[(b["image"], b["label"]) for b in rank] for rank in batches]
+    orders = [torch.cat([b["id"] for b in rank]).tolist() for rank in batches]
+    by_loader = loaded(shards, orders)
+
+    def train(batches_of_ranks):
+        dist.init_process_group("gloo")
+        torch.manual_seed(0)
+        model = DDP(resnet18().double())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+        for images, labels in batches_of_ranks[dist.get_rank()]:
+            script.train_step(model, optimizer, images.double(), labels)
+        result = torch.cat([p.detach().flatten() for p in model.parameters()])
+        del model, optimizer
+        gc.collect()  # DDP's objects, before the group they hold on to
+        dist.destroy_process_group()
+        return result
+
+    of_ray = run_ranks(train, 2, by_ray)[0]
+    assert torch.equal(of_ray, run_ranks(train, 2, by_loader)[0])
+    whole = [[torch.cat(pair) for pair in zip(*step)] for step in zip(*by_loader)]
+    alone = run_ranks(train, 1, [whole])[0]
+    assert relative(of_ray, alone) < FLOAT64
+    swapped = run_ranks(train, 2, [by_ray[0][::-1], by_ray[1]])[0]
+    assert relative(swapped, alone) > 1e6 * FLOAT64  # another order is seen

@@ -1,7 +1,5 @@
 """Ray Data: every row once per epoch, equal steps, flat memory under a capped store."""
 
-import gc
-import io
 import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -12,18 +10,11 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, TensorDataset
 
-from tests import scripts
-from utils import launch, preflight
+from utils import preflight
 from utils.cluster import start_ray
-from utils.models import resnet18
 from utils.ray_memory import private_bytes, sample_memory
 from utils.shards import write_shards
 
@@ -136,54 +127,6 @@ def test_a_dataset_of_four_times_the_store_streams_through_it(tmp_path):
     assert (
         peaks[2] - peaks[1] < 0.5 * 0.75 * 336e6
     )  # of the bytes that 4D has more than D
-
-
-def test_training_through_ray_data_equals_the_dataloader(shards):
-    """Same order of rows: the same weights, bit for bit, and those of one process."""
-    script = scripts.load(scripts.TRAIN_RAY_DDP_WITH_RAY_DATA)
-    decode = script.decode
-    dataset = ray.data.read_parquet(
-        [str(p) for p in shards], shuffle="files"
-    ).map_batches(lambda batch: decode(batch) | {"id": batch["id"]}, batch_size=32)
-    with ThreadPoolExecutor(2) as pool:
-        options = {"batch_size": 8, "local_shuffle_buffer_size": 32}
-        read = lambda split: list(split.iter_torch_batches(**options))  # noqa: E731
-        streamed = list(pool.map(read, dataset.streaming_split(2, equal=True)))
-    streamed = [batches[:4] for batches in streamed]  # by rank
-    by_ray = [[(b["image"], b["label"]) for b in batches] for batches in streamed]
-
-    rows = pa.concat_tables(pq.read_table(path) for path in shards).to_pydict()
-    pictures = [np.asarray(Image.open(io.BytesIO(image))) for image in rows["image"]]
-    images = torch.tensor(np.stack(pictures))[:, None] / 255
-    in_memory = TensorDataset(images, torch.tensor(rows["label"]))
-    by_loader = []
-    for (
-        batches
-    ) in streamed:  # the DataLoader of each rank, with the sampler's order given
-        ids = torch.cat([batch["id"] for batch in batches]).tolist()
-        by_loader.append(list(DataLoader(in_memory, batch_size=8, sampler=ids)))
-
-    def train(batches_of_ranks):
-        dist.init_process_group("gloo")
-        torch.manual_seed(0)
-        model = DDP(resnet18().double())
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
-        for images, labels in batches_of_ranks[dist.get_rank()]:
-            script.train_step(model, optimizer, images.double(), labels)
-        result = torch.cat([p.detach().flatten() for p in model.parameters()])
-        del model, optimizer
-        gc.collect()
-        dist.destroy_process_group()
-        return result
-
-    of_ray = launch.run_ranks(train, 2, by_ray)[0]
-    of_loader = launch.run_ranks(train, 2, by_loader)[0]
-    whole = [[torch.cat(pair) for pair in zip(*step)] for step in zip(*by_loader)]
-    alone = launch.run_ranks(train, 1, [whole])[0]
-    assert torch.equal(of_ray, of_loader)
-    assert (of_ray - alone).norm() / alone.norm() < 1e-10
-    swapped = launch.run_ranks(train, 2, [by_ray[0][::-1], by_ray[1]])[0]
-    assert (swapped - alone).norm() / alone.norm() > 1e-4  # another order is seen
 
 
 def test_shared_memory_is_not_counted_as_private():

@@ -32,6 +32,12 @@ _ENVIRONMENT = {
         "|worker processes have been started"
     ),
 }
+if "ray" in sys.modules and not _ENVIRONMENT.keys() <= os.environ.keys():
+    warnings.warn(
+        "Ray was imported before utils.cluster, so it runs without the workshop's "
+        "settings: start again, and import utils.cluster first.",
+        stacklevel=2,
+    )
 for _name, _value in _ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
 
