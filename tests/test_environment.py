@@ -45,6 +45,14 @@ def test_every_package_is_pinned_and_has_a_reason():
         assert len(reason.split()) >= 2, f"{package}: why is it there?"
 
 
+@pytest.mark.parametrize("python", ["3.10", "3.11", "3.12", "3.13"])
+def test_every_python_gets_one_version_of_each_package(python):
+    here = {"python_version": python, "python_full_version": f"{python}.0"}
+    names = [p.name for p, _ in packages() if not p.marker or p.marker.evaluate(here)]
+    assert len(names) == len(set(names))
+    assert set(names) == {p.name for p, _ in packages()}
+
+
 def test_last_line_is_this_package_importable_from_everywhere(tmp_path):
     assert LINES[-1] == "-e ."
     code = "import utils; print(utils.__file__)"

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import warnings
 
 from utils import settings
 
@@ -17,6 +18,8 @@ def load_deepspeed():
     device = settings.device().type
     os.environ["DS_ACCELERATOR"] = device
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    # torch 2.14, the last one for Python 3.10, warns of names that DeepSpeed uses
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated")
     import deepspeed
 
     deepspeed.utils.logger.setLevel(logging.ERROR)
