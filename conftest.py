@@ -16,9 +16,7 @@ from tests.notebooks import RECORDING_ENVIRONMENT, ROOT, end_left_over
 SECONDS = ROOT / "build" / "seconds.json"
 
 os.environ.update(RECORDING_ENVIRONMENT)
-importlib.import_module(
-    "utils.cluster"
-)  # it sets what Ray reads when a test imports it
+importlib.import_module("utils.cluster")  # before Ray: it sets what that reads
 # This environment's programs (torchrun, ninja) first, also where it is not activated.
 os.environ["PATH"] = sysconfig.get_path("scripts") + os.pathsep + os.environ["PATH"]
 _setup, _teardown = IPyNbFile.setup, IPyNbFile.teardown
