@@ -170,9 +170,7 @@ def _connect(num_workers: int, resources: dict[str, float], options: dict) -> st
             "address, or unset RAY_ADDRESS to start Ray on this machine."
         ) from None
     logging.getLogger("ray.train").setLevel(logging.WARNING)
-    logging.getLogger("ray.data").setLevel(
-        logging.ERROR
-    )  # a plan per execution, and so on
+    logging.getLogger("ray.data").setLevel(logging.ERROR)  # else a plan per execution
     return f"http://{context.dashboard_url}" if context.dashboard_url else "off"
 
 

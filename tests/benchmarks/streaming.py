@@ -90,9 +90,7 @@ def rows() -> list[Row]:
 def _throughput(files: list[str]) -> list[Row]:
     if pin := hasattr(os, "sched_setaffinity"):  # not on macOS
         cores = os.sched_getaffinity(0)
-        os.sched_setaffinity(
-            0, sorted(cores)[:CPUS]
-        )  # all that is started here inherits
+        os.sched_setaffinity(0, sorted(cores)[:CPUS])  # for all that starts here
     command = [sys.executable, "-m", __name__]
     loader = partners.Partner(
         lambda port: subprocess.Popen([*command, str(port)], cwd=scripts.ROOT)
