@@ -94,6 +94,8 @@ def execute(
         resources={"metadata": {"path": str(path.parent)}},
         record_timing=False,
         coalesce_streams=True,
+        # else each kernel warns that it talks to us unencrypted, on this machine
+        extra_arguments=["--IPKernelApp.log_level=ERROR"],
         on_cell_start=lambda cell, cell_index: running.append(cell_index),
         on_cell_complete=on_cell,
     )
