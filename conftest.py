@@ -38,7 +38,7 @@ def pytest_terminal_summary(terminalreporter):
             if hasattr(report, "duration"):
                 by_test[report.nodeid] += report.duration
                 by_file[report.nodeid.split("::")[0]] += report.duration
-    if any(".ipynb::" in name for name in by_test):
+    if any(".ipynb" in name and (ROOT / name).exists() for name in by_file):
         SECONDS.parent.mkdir(exist_ok=True)
         SECONDS.write_text(json.dumps(by_test, indent=1))
     if len(by_file) > 1:

@@ -13,6 +13,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from utils.cluster import start_ray
+
 import ray.train
 import torch
 import torch.distributed as dist
@@ -27,7 +29,6 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Subset
 
 from utils import datasets, settings
-from utils.cluster import start_ray
 from utils.models import resnet18
 
 

@@ -18,6 +18,8 @@ import time
 from functools import partial
 from pathlib import Path
 
+from utils.cluster import start_ray
+
 import numpy as np
 import pyarrow as pa
 import ray.train
@@ -29,7 +31,6 @@ from ray.train.torch import TorchTrainer, get_device, prepare_model
 from torch.nn import functional as F
 
 from utils import preflight, settings
-from utils.cluster import start_ray
 from utils.models import resnet18
 from utils.shards import write_shards
 

@@ -280,10 +280,10 @@ def train(args):
 
 def train_with_ray(args):
     """The same function on Ray's workers, which start again if one of them dies."""
+    from utils.cluster import default_resources, start_ray
+
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
-
-    from utils.cluster import default_resources, start_ray
 
     start_ray(args.num_workers)
     trainer = TorchTrainer(

@@ -1,6 +1,7 @@
 """The take-away scripts of the numbered folders, as paths and as modules."""
 
 import importlib.util
+import os
 from pathlib import Path
 from types import ModuleType
 
@@ -9,6 +10,11 @@ TRAIN_DDP = ROOT / "01-ddp-pytorch-only" / "train_ddp.py"
 LAUNCH_MULTINODE = ROOT / "01-ddp-pytorch-only" / "launch_multinode_ddp.sh"
 TRAIN_RAY_DDP = ROOT / "02-ddp-pytorch-ray" / "train_ray_ddp.py"
 TRAIN_RAY_DDP_WITH_RAY_DATA = TRAIN_RAY_DDP.with_name("train_ray_ddp_with_ray_data.py")
+
+
+def environment() -> dict[str, str]:
+    """A reader's: without the settings of Ray that utils.cluster has made here."""
+    return {n: value for n, value in os.environ.items() if not n.startswith("RAY_")}
 
 
 def load(path: Path) -> ModuleType:

@@ -48,6 +48,7 @@ print(json.dumps({
     "cpus": ray.cluster_resources()["CPU"], "found": found, "problem": problem,
     "usage": os.environ["RAY_USAGE_STATS_ENABLED"],
     "poll": os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"], "asks": asks,
+    "watcher": os.environ.get("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"),
 }))
 ray.shutdown()
 if os.environ["RAY_ADDRESS"] != "local":
@@ -83,6 +84,15 @@ def test_workers_ask_their_own_ray_for_its_state(started):
     assert started[0].endswith(f"Dashboard: {started[1]['asks']}")
 
 
+def test_nothing_watches_for_a_cloud_that_takes_this_machine_away(started):
+    """One process less per fit."""
+    from ray.train.v2._internal import constants
+
+    assert started[1]["watcher"] == "0"
+    name = constants.ENABLE_PREEMPTION_WATCHER_ENV_VAR  # as Ray Train reads it
+    assert name == "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
+
+
 def test_cpus_for_all_workers_and_two_more(started):
     assert started[1]["cpus"] == max(os.cpu_count(), 3 + 2)
 
@@ -94,9 +104,10 @@ def test_utils_reach_a_worker_in_another_folder(started):
 def test_utils_reach_a_node_that_does_not_have_them():
     done = run(PROGRAM, RAY_ADDRESS="of a cluster")
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])["found"]
-    assert found.endswith("utils/models.py")
-    assert not found.startswith(str(scripts.ROOT))
+    joined = json.loads(done.stdout.splitlines()[-1])
+    assert joined["found"].endswith("utils/models.py")
+    assert not joined["found"].startswith(str(scripts.ROOT))
+    assert joined["watcher"] is None  # as Ray has it: a cloud may take a node away
 
 
 def test_no_statistics_and_a_short_poll(started):

@@ -13,17 +13,16 @@ import threading
 import time
 from pathlib import Path
 
+from utils.cluster import start_ray
+
 import numpy as np
 import psutil
 import pytest
+import ray.train
 import torch
-
-from utils.cluster import start_ray
-
-import ray.train  # isort: skip  (utils.cluster sets what Ray reads at import)
-from ray.cluster_utils import Cluster  # isort: skip
-from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig  # isort: skip
-from ray.train.torch import TorchTrainer  # isort: skip
+from ray.cluster_utils import Cluster
+from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
 
 EPOCHS = 4
 

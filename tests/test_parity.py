@@ -11,6 +11,8 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
+from utils.cluster import start_ray
+
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -24,7 +26,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests import parity, scripts
-from utils.cluster import start_ray
 from utils.launch import run_ranks
 from utils.models import resnet18
 from utils.shards import write_shards

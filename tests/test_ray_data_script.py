@@ -7,6 +7,8 @@ import shutil
 import subprocess
 import sys
 
+from utils.cluster import start_ray
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,7 +16,6 @@ import pytest
 import ray
 
 from tests import scripts
-from utils.cluster import start_ray
 from utils.shards import write_shards
 
 script = scripts.load(scripts.TRAIN_RAY_DDP_WITH_RAY_DATA)
@@ -67,6 +68,7 @@ def options(**changes):
 def run(*arguments):
     return subprocess.run(
         [sys.executable, scripts.TRAIN_RAY_DDP_WITH_RAY_DATA, *map(str, arguments)],
+        env=scripts.environment(),
         capture_output=True,
         text=True,
         timeout=200,
@@ -86,6 +88,7 @@ def test_a_run_leaves_out_and_counts_what_is_corrupt(damaged, tmp_path):
     arguments += ["--num-epochs", 2, "--batch-size", 18, "--smoke-test"]
     done = run(*arguments, "--checkpoint-dir", tmp_path)
     assert done.returncode == 0, done.stderr
+    assert "imported before utils.cluster" not in done.stderr
     assert re.search(r"Left out 2 corrupt file.*-00003\.par.*-00004\.par", done.stdout)
     assert "144 rows to train on, 72 for each worker" in done.stdout
     epochs = re.findall(

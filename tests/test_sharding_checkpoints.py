@@ -6,6 +6,8 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -137,16 +139,48 @@ def last_line(output: str) -> tuple[int, str]:
     return int(found[1]), found[2]
 
 
+SCRIPTS = [sharding.TRAIN_FSDP2, sharding.TRAIN_DEEPSPEED]
+STEPS = ["--steps", "25", "--smoke-test"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> Callable[[Path], str]:
+    """What a script reports after all steps on two workers that Ray Train starts."""
+
+    @cache
+    def run(script: Path) -> str:
+        ended = subprocess.run(
+            [sys.executable, script, "--num-workers", "2", *STEPS],
+            cwd=FOLDER,
+            env=scripts.environment(),
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert ended.returncode == 0, ended.stderr[-3000:]
+        assert "Warning" not in ended.stderr
+        return ended.stdout
+
+    return run
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_ray_train_starts_the_scripts_too(script, undisturbed):
+    assert last_line(undisturbed(script))[0] == 1
+
+
 @pytest.mark.parametrize(
     ("script", "saved"),
-    [(sharding.TRAIN_FSDP2, "*/.metadata"), (sharding.TRAIN_DEEPSPEED, "latest")],
+    list(zip(SCRIPTS, ["*/.metadata", "latest"])),
     ids=["FSDP2", "ZeRO"],
 )
-def test_a_killed_worker_goes_on_from_the_last_checkpoint(script, saved, tmp_path):
-    flags = ["--steps", 25, "--save-every", 5, "--smoke-test"]
-    job = torchrun(script, *flags, "--checkpoint-dir", tmp_path / "killed")
+def test_a_killed_worker_goes_on_from_the_last_checkpoint(
+    script, saved, tmp_path, undisturbed
+):
+    """Under torchrun: with the losses of the run of Ray Train that nothing disturbed."""
+    job = torchrun(script, *STEPS, "--save-every", 5, "--checkpoint-dir", tmp_path)
     deadline = time.monotonic() + 120
-    while not list((tmp_path / "killed").glob(saved)):
+    while not list(tmp_path.glob(saved)):
         assert time.monotonic() < deadline
         assert job.poll() is None, job.stdout.read()[-3000:]
         time.sleep(0.05)
@@ -155,27 +189,7 @@ def test_a_killed_worker_goes_on_from_the_last_checkpoint(script, saved, tmp_pat
     assert job.returncode == 0, output[-3000:]
     first_step, losses = last_line(output)
     assert first_step > 5
-    undisturbed = torchrun(script, *flags)
-    output, _ = undisturbed.communicate(timeout=120)
-    assert last_line(output) == (1, losses)
-
-
-@pytest.mark.parametrize(
-    "script",
-    [sharding.TRAIN_FSDP2, sharding.TRAIN_DEEPSPEED],
-    ids=lambda path: path.stem,
-)
-def test_ray_train_starts_the_scripts_too(script):
-    command = [sys.executable, script, "--num-workers", "2", "--steps", "2"]
-    ended = subprocess.run(
-        [*command, "--smoke-test"],
-        cwd=FOLDER,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    assert last_line(ended.stdout)[0] == 1
+    assert last_line(undisturbed(script)) == (1, losses)
 
 
 @pytest.fixture

@@ -5,20 +5,20 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
+from utils.cluster import start_ray
+
 import numpy as np
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import ray
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from utils import preflight
-from utils.cluster import start_ray
 from utils.ray_memory import private_bytes, sample_memory
 from utils.shards import write_shards
-
-import ray  # isort: skip  (utils.cluster sets what Ray reads at import)
 
 MIB = 2**20
 

@@ -24,12 +24,14 @@ _ENVIRONMENT = {
     # Ray Train would log every print of a worker a second time.
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
     # Raylets' notes, full of pids and addresses, reach a driver also where
-    # log_to_driver=False. About what died, whoever waits for it gets an exception; the last
-    # one counts processes that are still starting: a slow machine, and nothing to mend.
+    # log_to_driver=False. About what died, whoever waits for it gets an exception; that
+    # many processes "have been started" on a slow machine is nothing to mend. Two notes of
+    # Ray Train's workers repeat every report, and hide what a script prints between them.
     "RAY_DEDUP_LOGS_SKIP_REGEX": (
         "worker died or was killed|retries remaining|Raylet is terminated"
         "|has been marked dead|cannot be scheduled right now"
         "|worker processes have been started"
+        "|Reporting training result|Checkpoint successfully created"
     ),
 }
 if "ray" in sys.modules and not _ENVIRONMENT.keys() <= os.environ.keys():
@@ -149,14 +151,19 @@ def _connect(num_workers: int, resources: dict[str, float], options: dict) -> st
         defaults["include_dashboard"] = True
         defaults["dashboard_port"] = _free_port()
     options = defaults | options
-    if address == "local":
-        # For this process and those of Ray. Else ray.util.state asks whatever Ray was last
-        # noted on this machine: if that one is gone, the end of each fit waits 12 s for it.
-        os.environ["RAY_API_SERVER_ADDRESS"] = (
-            f"http://127.0.0.1:{options['dashboard_port']}"
-        )
-    else:
-        os.environ.pop("RAY_API_SERVER_ADDRESS", None)
+    alone = {
+        # Else ray.util.state asks whatever Ray was last noted on this machine: if that one
+        # is gone, the end of each fit waits 12 s for it.
+        "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{options.get('dashboard_port')}",
+        # Nobody takes this machine away: no process per fit that waits for such a notice.
+        # Measured: 2.0 s less per fit on 2 cores.
+        "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    }
+    for name, value in alone.items():  # for this process, and those of Ray
+        if address == "local":
+            os.environ[name] = value
+        else:
+            os.environ.pop(name, None)
     try:
         if ":" in address and "//" not in address:  # Ray itself tries for two minutes
             host, port = address.rsplit(":", 1)

@@ -7,22 +7,22 @@ import tempfile
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from utils.cluster import start_ray
+
 import numpy as np
+import ray.train
 import torch
 import torch.distributed as dist
+from ray.train import RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer, prepare_model
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from tests import scripts
 from tests.benchmarks import partners
 from tests.benchmarks.ratios import interleave, interval, ratio
 from tests.benchmarks.rows import Row
-from utils.cluster import start_ray
 from utils.datasets import digits
 from utils.models import resnet18
-
-import ray.train  # isort: skip  (utils.cluster sets what Ray reads at import)
-from ray.train import RunConfig, ScalingConfig  # isort: skip
-from ray.train.torch import TorchTrainer, prepare_model  # isort: skip
 
 WORKERS, BATCH, STEPS = 2, 32, 4  # per worker; steps per measurement
 STEPS_PER_EPOCH = 1437 // (WORKERS * BATCH)

@@ -7,9 +7,12 @@ import sys
 import tempfile
 import time
 
+from utils.cluster import start_ray
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import ray
 from PIL import Image
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
@@ -17,11 +20,8 @@ from tests import scripts
 from tests.benchmarks import partners
 from tests.benchmarks.ratios import interleave, ratio
 from tests.benchmarks.rows import Row
-from utils.cluster import start_ray
 from utils.ray_memory import sample_memory
 from utils.shards import write_shards
-
-import ray  # isort: skip  (utils.cluster sets what Ray reads at import)
 
 MIB = 2**20
 CPUS, BATCH = 2, 32  # cores for each side; rows per batch
