@@ -107,7 +107,7 @@ def test_utils_reach_a_node_that_does_not_have_them():
     joined = json.loads(done.stdout.splitlines()[-1])
     assert joined["found"].endswith("utils/models.py")
     assert not joined["found"].startswith(str(scripts.ROOT))
-    assert joined["watcher"] is None  # as Ray has it: a cloud may take a node away
+    assert joined["watcher"] == "1"  # a cloud may take a node away
 
 
 def test_no_statistics_and_a_short_poll(started):
