@@ -11,6 +11,7 @@ from collections import Counter
 
 from nbval.plugin import IPyNbFile
 
+from tests import scripts
 from tests.notebooks import RECORDING_ENVIRONMENT, ROOT, end_left_over
 
 SECONDS = ROOT / "build" / "seconds.json"
@@ -51,14 +52,17 @@ def pytest_terminal_summary(terminalreporter):
 def setup(self):
     """Start a notebook's kernel, marked, so that all it starts can be found again."""
     self.marker = {"WORKSHOP_KERNEL": uuid.uuid4().hex}
+    before = dict(os.environ)
+    kernels = scripts.environment() | RECORDING_ENVIRONMENT | self.marker
     # Where ipykernel sees this variable it does not capture the output of `!commands`.
-    current_test = os.environ.pop("PYTEST_CURRENT_TEST")
-    os.environ.update(self.marker)
+    del kernels["PYTEST_CURRENT_TEST"]
+    os.environ.clear()
+    os.environ.update(kernels)
     try:
         _setup(self)
     finally:
-        del os.environ["WORKSHOP_KERNEL"]
-        os.environ["PYTEST_CURRENT_TEST"] = current_test
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def teardown(self):

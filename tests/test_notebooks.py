@@ -26,6 +26,7 @@ FORBIDDEN_SOURCE = {
     "sys.path surgery": r"sys\.path",
     "a star import": r"import \*",
     "GPUs hard-coded": r"use_gpu=True",
+    "an import that ruff does not put before Ray's": r"from utils import .*\bcluster\b",
     "a banner": r"# ?[=\-#]{10,}",
     "a command that a space in the path breaks": r"\{sys\.executable\}",
 }
