@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from utils.cluster import start_ray
+from utils.cluster import start_ray, what_to_mend
 
 import ray.train
 import torch
@@ -201,9 +201,9 @@ def main():
     try:
         result = trainer.fit()
     except ray.train.TrainingFailedError as failure:
-        for error in getattr(failure, "worker_failures", {}).values():
-            if isinstance(error, (ValueError, OSError)):  # says what to mend
-                sys.exit(f"train_ray_ddp.py: {error}")
+        ray.shutdown()  # ends the workers' logs: what went wrong stands below them
+        if problem := what_to_mend(failure):
+            sys.exit(f"train_ray_ddp.py: {problem}")
         raise
     print(f"Trained. The last checkpoint is in {result.checkpoint.path}")
 

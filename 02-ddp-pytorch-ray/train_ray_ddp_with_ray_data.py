@@ -314,6 +314,7 @@ def main():
     try:
         result = trainer.fit()
     except ray.train.TrainingFailedError as failure:
+        ray.shutdown()  # ends the workers' logs: what went wrong stands below them
         for error in getattr(failure, "worker_failures", {}).values():
             if sentence := explain(error, args.data_path):
                 sys.exit(f"train_ray_ddp_with_ray_data.py: {sentence}")

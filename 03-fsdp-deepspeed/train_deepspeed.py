@@ -280,12 +280,20 @@ def train(args):
 
 def train_with_ray(args):
     """The same function on Ray's workers, which start again if one of them dies."""
-    from utils.cluster import default_resources, start_ray
+    from utils.cluster import default_resources, start_ray, what_to_mend
 
-    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train import (
+        FailureConfig,
+        RunConfig,
+        ScalingConfig,
+        TrainingFailedError,
+    )
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    start_ray(args.num_workers)
+    try:
+        start_ray(args.num_workers)
+    except RuntimeError as problem:  # the cluster has no room for so many
+        stop(problem)
     trainer = TorchTrainer(
         lambda config: train(argparse.Namespace(**config)),
         train_loop_config=vars(args),
@@ -300,7 +308,10 @@ def train_with_ray(args):
             failure_config=FailureConfig(max_failures=1),
         ),
     )
-    return trainer.fit().return_value
+    try:
+        return trainer.fit().return_value
+    except TrainingFailedError as failure:
+        raise what_to_mend(failure) or failure from None
 
 
 def stop(problem):

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ray.train import ControllerError, WorkerGroupError
 
 from tests import scripts
 
@@ -147,6 +148,15 @@ def test_a_request_that_fits_no_node_is_said(started):
     assert "asks for 2 workers with 1 CPU, 1 GPU each" in problem  # asked
     assert "has room for 0" in problem  # there is
     assert "lower the number of workers" in problem  # to change
+
+
+def test_what_a_worker_says_is_wrong_is_found():
+    from utils.cluster import what_to_mend
+
+    bug, sentence = TypeError("a bug"), ValueError("a sentence")
+    assert what_to_mend(WorkerGroupError("failed", {0: bug, 1: sentence})) is sentence
+    assert what_to_mend(WorkerGroupError("failed", {0: bug})) is None
+    assert what_to_mend(ControllerError(sentence)) is None
 
 
 def test_a_cluster_that_does_not_answer_is_said():

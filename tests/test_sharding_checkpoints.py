@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from ray.train import WorkerGroupError
 
 from tests import scripts, sharding
 from utils.launch import run_ranks
@@ -190,6 +191,20 @@ def test_a_killed_worker_goes_on_from_the_last_checkpoint(
     first_step, losses = last_line(output)
     assert first_step > 5
     assert last_line(undisturbed(script)) == (1, losses)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_what_a_worker_of_ray_finds_is_one_sentence(script, monkeypatch):
+    def fit(trainer):
+        raise WorkerGroupError("failed", {1: ValueError("a sentence")})
+
+    monkeypatch.setattr("utils.cluster.start_ray", lambda num_workers: None)
+    monkeypatch.setattr("ray.train.torch.TorchTrainer.fit", fit)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(sys, "argv", [script.name, "--num-workers", "2"])
+    with pytest.raises(SystemExit) as stopped:
+        scripts.load(script).main()
+    assert stopped.value.code == f"{script.name}: a sentence"
 
 
 @pytest.fixture

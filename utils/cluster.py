@@ -1,4 +1,4 @@
-"""Start or join Ray quietly, and check that a run fits before it waits for ever."""
+"""Start or join Ray quietly, check that a run fits, and find what a failed one says."""
 
 import contextlib
 import logging
@@ -123,6 +123,16 @@ def check_fits(num_workers: int, resources_per_worker: dict[str, float]) -> None
             f"has room for {room} (its {len(nodes)} node(s) have {there}): lower the "
             "number of workers or what each asks for, or add nodes."
         )
+
+
+def what_to_mend(failure: Exception) -> Exception | None:
+    """The error of a worker that says in a sentence what is wrong, if one failed so.
+
+    Args:
+        failure: what `TorchTrainer.fit` raised, a `ray.train.TrainingFailedError`.
+    """
+    errors = getattr(failure, "worker_failures", {}).values()
+    return next((e for e in errors if isinstance(e, (ValueError, OSError))), None)
 
 
 def _connect(num_workers: int, resources: dict[str, float], options: dict) -> str:
