@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from utils.cluster import start_ray, what_to_mend
+from utils.cluster import start_ray, what_to_mend  # first: sets what Ray reads
 
 import ray.train
 import torch

@@ -18,7 +18,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from utils.cluster import start_ray
+from utils.cluster import start_ray  # first: it sets what Ray reads at import
 
 import numpy as np
 import pyarrow as pa
@@ -257,9 +257,6 @@ def set_up(args):
     else:
         train_path, test_path = args.data_path, None
     start_ray(args.num_workers, log_to_driver=True)
-    context = ray.data.DataContext.get_current()
-    context.use_datasource_v2 = False  # slow to the first batch, see utils/cluster.py
-    context.enable_progress_bars = False
     preflight.check_spare_cpus(args.num_workers)
     preflight.check_shared(folder)
     train_set, num_rows = read_images(train_path, args.on_corrupt)
