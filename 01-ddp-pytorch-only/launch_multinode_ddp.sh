@@ -8,7 +8,8 @@
 #   NPROC_PER_NODE   workers per node (default 1)
 #   MASTER_PORT      the rendezvous port, on the first host (default 29500)
 #   REMOTE_DIR       where this folder is on the hosts (default: the same path as here)
-#   TORCHRUN         torchrun's path on the hosts (default: torchrun)
+#   TORCHRUN         torchrun's path on the hosts (default: that of the repository's .venv, or
+#                    else of the PATH)
 #   GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME   the network interface by which hosts reach each
 #                    other, such as eth0: needed where a host's own name means 127.0.0.1
 set -euo pipefail
@@ -22,6 +23,8 @@ nodes=${#hosts[@]}
 master=${hosts[0]:-127.0.0.1}
 if [ "$nodes" -eq 0 ]; then
   nodes=2
+  there=$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | paste -sd,) || true
+  IFS=, read -r -a gpus <<<"${CUDA_VISIBLE_DEVICES-$there}"
   if (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; then
     echo "Port $port is in use: set MASTER_PORT to a free one." >&2
     exit 1
@@ -32,17 +35,24 @@ launch() { # node_rank: become torchrun there, so that a signal to this job reac
   local command=("$torchrun" --nnodes="$nodes" --node_rank="$1" --nproc_per_node="$nproc"
     --master_addr="$master" --master_port="$port" train_ddp.py "${arguments[@]}")
   if [ "${#hosts[@]}" -eq 0 ]; then
+    # Two "nodes" on one machine must not take the same GPUs: NCCL refuses that.
+    local IFS=,
+    if [ "${#gpus[@]}" -ge $((nodes * nproc)) ]; then
+      export CUDA_VISIBLE_DEVICES="${gpus[*]:$1*nproc:nproc}"
+    elif [ "${#gpus[@]}" -gt 0 ]; then
+      export WORKSHOP_MODE=smoke
+    fi
     exec "${command[@]}"
   else
     # %q quotes each word for the other shell; with -tt, what runs there ends with ssh.
     exec ssh -ttn -o BatchMode=yes "${hosts[$1]}" \
-      "cd $(printf '%q' "${REMOTE_DIR:-$PWD}") && env $(printf '%q ' "${passed_on[@]}" "${command[@]}")"
+      "cd $(printf '%q' "${REMOTE_DIR:-$PWD}") && PATH=\"\$PWD/../.venv/bin:\$PATH\" env $(printf '%q ' "${passed_on[@]}" "${command[@]}")"
   fi
 }
 
 arguments=("$@")
 passed_on=(OMP_NUM_THREADS=1) # ssh itself passes no variable on
-for name in GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME; do
+for name in GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME WORKSHOP_MODE WORKSHOP_STORAGE; do
   [ -z "${!name:-}" ] || passed_on+=("$name=${!name}")
 done
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}

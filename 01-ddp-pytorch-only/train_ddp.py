@@ -107,9 +107,10 @@ def set_up(args):
     """Everything that can be wrong with how the script was called, checked first."""
     device = settings.device()
     if device.type == "cuda":
-        if device.index >= torch.cuda.device_count():
+        num_gpus = torch.cuda.device_count()
+        if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > num_gpus:  # on all ranks alike
             raise ValueError(
-                f"There are more workers than GPUs ({torch.cuda.device_count()}): lower "
+                f"There are more workers than GPUs ({num_gpus}): lower "
                 "--nproc_per_node, or add --smoke-test to run on the CPU."
             )
         torch.cuda.set_device(device)
@@ -190,11 +191,10 @@ def train(args, device, train_set, test_set, model, state, path):
 
 
 def stop(problem):
-    """End with one sentence. Rank 0 says it; torchrun then ends the other ranks."""
-    if os.environ["RANK"] == "0":
-        sys.exit(f"train_ddp.py: {problem}")
-    time.sleep(10)
-    sys.exit(1)
+    """End with one sentence: that of rank 0, or of this rank if rank 0 has none."""
+    if os.environ["RANK"] != "0":
+        time.sleep(10)  # where rank 0 ends too, torchrun ends this rank before
+    sys.exit(f"train_ddp.py: {problem}")
 
 
 def main():

@@ -1,5 +1,8 @@
 """A wrong answer gets a hint, whatever it is; never a traceback."""
 
+import functools
+
+import numpy as np
 import pytest
 import torch
 
@@ -41,3 +44,49 @@ def test_no_answer_yet(capsys):
 def test_unknown_exercise_names_those_there_are():
     with pytest.raises(ValueError, match=r"No exercise '9\.9': choose from 01\.1\."):
         checks.check("9.9", 1)
+
+
+# The mistakes that each exercise is about; none may be called right.
+WRONG = {
+    "global batch": 32,
+    "bytes per step": 4 * 11_175_370,
+    "mean loss": lambda sums, counts: (
+        sum(s / c for s, c in zip(sums, counts)) / len(counts)
+    ),
+    "accumulation": 4096 // 64,
+    "traffic saved": 1 / 8,
+    "share": lambda items, rank, n: range(
+        rank * (items // n), (rank + 1) * (items // n)
+    ),
+    "seconds for 20 tasks": 20 / 8,
+    "count after restart": 5,
+    "tree sum": lambda add, refs: functools.reduce(add.remote, refs),
+    "workers that fit": 5,
+    "epoch after failure": 8,
+    "steps per worker": -(-1003 // 64),
+    "safe buffer": 64,
+    "label counts": lambda batch: {"counts": np.bincount(batch["label"])},
+    "steps trained twice": 75,
+    "seconds between saves": 2 * 2 * 36_000,
+    "elastic batch": lambda worlds, batch: [batch] * len(worlds),
+    "state of 70B": 16 * 70,
+    "floor of stage 1": 16 * 70,
+    "sgd": lambda stage, n: 12 / n,
+    "all-gathers": 32 + 1,
+    "bytes of FSDP2": 2 * 4e9,
+    "rows per rank": lambda rows, n: [rows // n] * n,
+    "DeepSpeed batch": 4 * 16,
+    "lowest stage": 3,
+    "stage 2 config": lambda config: {"zero_optimization": {"stage": 2}},
+    "which row": "ddp",
+    "traffic ratio": 1.0,
+    "smallest": lambda parameters, budget: -(-16 * parameters // budget),
+}
+
+
+def test_the_usual_mistake_is_not_called_right(monkeypatch, capsys):
+    monkeypatch.undo()  # the workshop's own exercises
+    assert WRONG.keys() == checks.EXERCISES.keys()
+    for name, mistake in WRONG.items():
+        checks.check(name, mistake)
+        assert capsys.readouterr().out.startswith("Not yet"), name

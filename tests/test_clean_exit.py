@@ -1,8 +1,9 @@
 """No run of train_ddp.py ends in an abort: 30 launches of two ranks, 30 clean exits.
 
-Each rank leaves through the interpreter's own end, as under torchrun. To make 30 launches
-affordable the ranks are forked from one process that has imported torch, and train a
-small model on a few images.
+Runs have been seen to end in an abort where DDP's objects outlived the process group; the
+script frees them first. Each rank leaves through the interpreter's own end, as under
+torchrun. To make 30 launches affordable the ranks are forked from one process that has
+imported torch, and train a small model on a few images.
 """
 
 import os
@@ -14,7 +15,7 @@ from tests import scripts
 
 LAUNCHES = 30
 
-# argv: how to end ("as the script does" or "abruptly"), then a port for each launch
+# argv: a port for each launch
 PROGRAM = """
 import gc, os, sys
 import torch
@@ -22,7 +23,7 @@ from torch.utils.data import TensorDataset
 from tests import scripts
 from utils import datasets
 
-ending, ports = sys.argv[1], sys.argv[2:]
+ports = sys.argv[1:]
 train_ddp = scripts.load(scripts.TRAIN_DDP)
 train_ddp.resnet18 = lambda in_channels: torch.nn.Sequential(
     torch.nn.Flatten(), torch.nn.Linear(28 * 28, 10)
@@ -30,10 +31,6 @@ train_ddp.resnet18 = lambda in_channels: torch.nn.Sequential(
 datasets.DATASETS["digits"] = lambda split: TensorDataset(
     torch.rand(8, 1, 28, 28), torch.arange(8)
 )
-kept, DDP = [], train_ddp.DDP
-if ending == "abruptly":  # DDP's objects are alive when the group goes
-    train_ddp.DDP = lambda *a, **k: kept.append(DDP(*a, **k)) or kept[-1]
-
 gc.freeze()  # nothing imported so far has to be walked in each child again
 for port in ports:
     children = []
@@ -61,9 +58,9 @@ def free_ports(count: int) -> list[str]:
     return ports
 
 
-def exit_codes(ending: str) -> list[str]:
+def exit_codes() -> list[str]:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, ending, *free_ports(LAUNCHES)],
+        [sys.executable, "-c", PROGRAM, *free_ports(LAUNCHES)],
         cwd=scripts.ROOT,
         env=os.environ | {"PYTHONPATH": str(scripts.ROOT)},
         capture_output=True,
@@ -74,4 +71,4 @@ def exit_codes(ending: str) -> list[str]:
 
 
 def test_thirty_launches_end_cleanly():
-    assert exit_codes("as the script does") == ["0 0"] * LAUNCHES
+    assert exit_codes() == ["0 0"] * LAUNCHES

@@ -37,7 +37,7 @@ EXERCISES: dict[str, Exercise] = {
         "Take 2 (N - 1) / N times the bytes of all gradients.",
     ),
     "mean loss": Exercise(
-        lambda f: f([3.0, 1.0], [3, 1]) == 1.0 and f([2.0, 6.0], [1, 3]) == 2.0,
+        lambda f: f([6.0, 2.0], [3, 1]) == 2.0 and f([2.0, 9.0], [1, 3]) == 2.75,
         "Add up the sums, and divide once, by the number of all images.",
     ),
     # 01-ddp-pytorch-only/02_ddp_with_torchrun.ipynb
