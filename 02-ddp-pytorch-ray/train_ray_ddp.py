@@ -10,15 +10,20 @@ import argparse
 import os
 import sys
 import tempfile
-import time
 from pathlib import Path
 
-from utils.cluster import start_ray, what_to_mend  # first: sets what Ray reads
+from utils.cluster import start_ray, use_gpu, what_to_mend  # sets what Ray reads
 
 import ray.train
 import torch
 import torch.distributed as dist
-from ray.train import Checkpoint, CheckpointConfig, RunConfig, ScalingConfig
+from ray.train import (
+    Checkpoint,
+    CheckpointConfig,
+    FailureConfig,
+    RunConfig,
+    ScalingConfig,
+)
 from ray.train.torch import (
     TorchTrainer,
     get_device,
@@ -28,7 +33,7 @@ from ray.train.torch import (
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Subset
 
-from utils import datasets, settings
+from utils import datasets, preflight, settings
 from utils.models import resnet18
 
 
@@ -149,53 +154,40 @@ def train_fn(config):
     return history
 
 
-def find_run(args):
-    """Name and folder of this run: Ray resumes a run that has both in common with it."""
-    if args.dataset not in datasets.DATASETS:
-        datasets.load(args.dataset)  # says which there are
-    name, folder = "train_ray_ddp", args.checkpoint_dir
-    if not folder:
-        if args.resume:
-            raise ValueError(
-                "--resume needs --checkpoint-dir: say where to resume from."
-            )
-        return f"{name}_{time.strftime('%Y-%m-%d_%H-%M-%S')}", settings.storage_path()
-    folder = folder.absolute()
-    exists = (folder / name).exists()
-    if args.resume and not exists:
-        raise OSError(f"There is no run in {folder} to resume: leave out --resume.")
-    if exists and not args.resume:
+def set_up(args):
+    """Everything that can be wrong with how the script was called, checked first."""
+    preflight.check_counts(
+        epochs=args.epochs, batch_size=args.batch_size, num_workers=args.num_workers
+    )
+    num_workers = args.num_workers or settings.num_workers()
+    size = len(datasets.load(args.dataset, "train"))
+    if size < args.batch_size * num_workers:
         raise ValueError(
-            f"{folder} holds an earlier run: add --resume to go on from it, or name "
-            "another folder."
+            f"One batch of {args.batch_size} for each of {num_workers} workers is more "
+            f"than the {size} training images: lower --batch-size."
         )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise OSError(
-            f"The folder {folder} cannot be written to ({error.strerror}): name another."
-        ) from None
-    return name, folder
+    run = preflight.find_run("train_ray_ddp", args.checkpoint_dir, args.resume)
+    start_ray(num_workers, log_to_driver=True)
+    preflight.check_shared(run[1])
+    return num_workers, *run
 
 
 def main():
     args = parse_args()
     try:
-        num_workers = args.num_workers or settings.num_workers()
-        use_gpu = settings.device().type == "cuda"
-        name, folder = find_run(args)
-        start_ray(num_workers, log_to_driver=True)
+        num_workers, name, folder = set_up(args)
     except (ValueError, OSError, RuntimeError) as problem:
         sys.exit(f"train_ray_ddp.py: {problem}")
     trainer = TorchTrainer(
         train_fn,
         train_loop_config=vars(args),
-        scaling_config=ScalingConfig(num_workers=num_workers, use_gpu=use_gpu),
+        scaling_config=ScalingConfig(num_workers=num_workers, use_gpu=use_gpu()),
         run_config=RunConfig(
             name=name,
             storage_path=str(folder),
             checkpoint_config=CheckpointConfig(num_to_keep=1),
+            failure_config=FailureConfig(max_failures=1),  # one restart
+            callbacks=[preflight.NoRestartOnBadInput()],
         ),
     )
     try:

@@ -18,7 +18,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from utils.cluster import start_ray  # first: it sets what Ray reads at import
+from utils.cluster import start_ray, use_gpu, what_failed  # sets what Ray reads
 
 import numpy as np
 import pyarrow as pa
@@ -26,7 +26,14 @@ import ray.train
 import torch
 import torch.distributed as dist
 from PIL import Image, UnidentifiedImageError
-from ray.train import Checkpoint, CheckpointConfig, DataConfig, RunConfig, ScalingConfig
+from ray.train import (
+    Checkpoint,
+    CheckpointConfig,
+    DataConfig,
+    FailureConfig,
+    RunConfig,
+    ScalingConfig,
+)
 from ray.train.torch import TorchTrainer, get_device, prepare_model
 from torch.nn import functional as F
 
@@ -35,6 +42,7 @@ from utils.models import resnet18
 from utils.shards import write_shards
 
 COLUMNS = ["image", "label"]  # the bytes of an image, and an integer from 0 to 9
+MAX_BLOCKS = 1000  # read tasks per epoch; with more files than that, each reads several
 CORRUPT = -100  # label of an image that cannot be decoded: cross_entropy ignores it
 
 
@@ -100,8 +108,10 @@ def read_images(path, on_corrupt):
         columns=COLUMNS,
         shuffle="files",  # another order of files in every epoch
         include_paths=True,
+        # Left alone, Ray Data cuts a few files into 200 blocks or more. With a block per
+        # file, and without a batch_size below, one task reads and decodes.
+        override_num_blocks=min(len(files), MAX_BLOCKS),
     )
-    # Without batch_size, so that Ray Data reads and decodes in one task.
     return dataset.map_batches(partial(decode, on_corrupt=on_corrupt)), num_rows
 
 
@@ -126,7 +136,8 @@ def train_epoch(model, optimizer, train_shard, config, epoch):
     ):
         images, labels = batch["image"], batch["label"]  # on this worker's device
         losses.append(train_step(model, optimizer, images, labels))
-        counts[1:] += torch.tensor([len(labels), (labels == CORRUPT).sum()])
+        counts[1] += len(labels)
+        counts[2] += (labels == CORRUPT).sum()
     counts[0] = torch.stack(losses).mean()
     dist.all_reduce(counts)  # sum over all ranks, which saw different images
     loss, rows, corrupt = counts.tolist()
@@ -216,37 +227,16 @@ def train_fn(config):
     return history
 
 
-def find_run(args):
-    """Name and folder of this run: Ray resumes a run that has both in common with it."""
-    name, folder = "train_ray_ddp_with_ray_data", args.checkpoint_dir
-    if not folder:
-        if args.resume:
-            raise ValueError(
-                "--resume needs --checkpoint-dir: say where to resume from."
-            )
-        return f"{name}_{time.strftime('%Y-%m-%d_%H-%M-%S')}", settings.storage_path()
-    folder = folder.absolute()
-    exists = (folder / name).exists()
-    if args.resume and not exists:
-        raise OSError(f"There is no run in {folder} to resume: leave out --resume.")
-    if exists and not args.resume:
-        raise ValueError(
-            f"{folder} holds an earlier run: add --resume to go on from it, or name "
-            "another folder."
-        )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise OSError(
-            f"The folder {folder} cannot be written to ({error.strerror}): name another."
-        ) from None
-    return name, folder
-
-
 def set_up(args):
     """Everything that can be wrong with how the script was called, checked first."""
-    name, folder = find_run(args)
+    preflight.check_counts(
+        num_epochs=args.num_epochs,
+        batch_size=args.batch_size,
+        num_workers=args.num_workers,
+    )
+    name, folder = preflight.find_run(
+        "train_ray_ddp_with_ray_data", args.checkpoint_dir, args.resume
+    )
     if not args.data_path:
         generated = settings.storage_path() / "digits-224"
         shards = write_shards(
@@ -258,7 +248,8 @@ def set_up(args):
         train_path, test_path = args.data_path, None
     start_ray(args.num_workers, log_to_driver=True)
     preflight.check_spare_cpus(args.num_workers)
-    preflight.check_shared(folder)
+    for shared in (folder, train_path):
+        preflight.check_shared(shared)
     train_set, num_rows = read_images(train_path, args.on_corrupt)
     preflight.check_batch_size(args.batch_size, num_rows, args.num_workers)
     print(
@@ -299,20 +290,20 @@ def main():
         train_loop_config=vars(args) | {"has_test_set": "test" in data},
         datasets=data,
         dataset_config=DataConfig(datasets_to_split=["train"]),
-        scaling_config=ScalingConfig(
-            num_workers=args.num_workers, use_gpu=settings.device().type == "cuda"
-        ),
+        scaling_config=ScalingConfig(num_workers=args.num_workers, use_gpu=use_gpu()),
         run_config=RunConfig(
             name=name,
             storage_path=str(folder),
             checkpoint_config=CheckpointConfig(num_to_keep=1),
+            failure_config=FailureConfig(max_failures=1),  # one restart
+            callbacks=[preflight.NoRestartOnBadInput()],
         ),
     )
     try:
         result = trainer.fit()
     except ray.train.TrainingFailedError as failure:
         ray.shutdown()  # ends the workers' logs: what went wrong stands below them
-        for error in getattr(failure, "worker_failures", {}).values():
+        for error in what_failed(failure):
             if sentence := explain(error, args.data_path):
                 sys.exit(f"train_ray_ddp_with_ray_data.py: {sentence}")
         raise

@@ -3,7 +3,7 @@
     torchrun --nproc_per_node=4 train_deepspeed.py --steps 200
     python train_deepspeed.py --num-workers 4 --steps 200
 
-The ZeRO stage, precision, clipping and offload stand in ds_config.json. Runs on GPUs
+The ZeRO stage, precision, clipping and offload are set in ds_config.json. Runs on GPUs
 where there are any, else on CPUs. With `--checkpoint-dir`, a job whose worker dies goes
 on from its last checkpoint (torchrun: with `--max-restarts=1`).
 """
@@ -11,6 +11,7 @@ on from its last checkpoint (torchrun: with `--max-restarts=1`).
 import argparse
 import json
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -43,9 +44,6 @@ def parse_args():
     parser.add_argument("--checkpoint-dir", type=Path)
     parser.add_argument("--save-every", type=int, default=50, help="steps")
     parser.add_argument("--resume", action="store_true", help="from --checkpoint-dir")
-    parser.add_argument(
-        "--universal", action="store_true", help="the checkpoint was converted"
-    )
     parser.add_argument(
         "--export", type=Path, help="write the whole model to this file"
     )
@@ -85,12 +83,18 @@ def check(args, restarted):
                 f"{args.checkpoint_dir} holds checkpoints of an earlier run: add "
                 "--resume to go on from them, or name another folder."
             )
+        done = found and re.match(r"step-(\d+)", found.name)
+        if done and int(done[1]) >= args.steps:
+            raise ValueError(
+                f"The checkpoint {found.name} has all {args.steps} steps, so nothing is "
+                "left to train: raise --steps."
+            )
     datasets.text("test", MODELS[args.model].block_size, args.text)
     return read_config(args)
 
 
 def read_config(args):
-    """The DeepSpeed configuration: ds_config.json, and --stage and --universal over it."""
+    """The DeepSpeed configuration: ds_config.json, and --stage over it."""
     try:
         config = json.loads(args.ds_config.read_text())
     except (OSError, json.JSONDecodeError) as error:
@@ -117,7 +121,8 @@ def read_config(args):
     on_cpu = settings.device().type == "cpu"
     if on_cpu and config.get("fp16", {}).get("enabled"):
         raise ValueError(
-            "fp16 needs a GPU: enable bf16 instead, which CPUs can compute."
+            "This script computes in fp16 on GPUs only: enable bf16 instead, which CPUs "
+            "can compute."
         )
     if on_cpu and "cpu" in targets:
         raise ValueError(
@@ -129,7 +134,6 @@ def read_config(args):
             "Offload to NVMe needs libaio (package libaio-dev) and an nvme_path that "
             "exists: install and name them, or set the device to cpu or none."
         )
-    config["checkpoint"] = {"load_universal": args.universal}
     return config
 
 
@@ -141,16 +145,19 @@ def nvme_is_ready(offload):
 
 def train_step(engine, inputs, targets):
     """One step on this rank's share of the batch; returns the loss of that share."""
-    logits = engine(inputs).flatten(0, 1)  # [batch * time, vocabulary]
-    at_least_fp32 = torch.promote_types(logits.dtype, torch.float32)
-    loss = F.cross_entropy(logits.to(at_least_fp32), targets.flatten())
-    engine.backward(loss)  # averages the gradients over all ranks
-    engine.step()  # clips, updates, and sets the gradients to zero
-    return loss.detach()
+    passes, mean = engine.gradient_accumulation_steps(), 0
+    for piece, wanted in zip(inputs.chunk(passes), targets.chunk(passes)):
+        logits = engine(piece).flatten(0, 1)  # [batch * time, vocabulary]
+        at_least_fp32 = torch.promote_types(logits.dtype, torch.float32)
+        loss = F.cross_entropy(logits.to(at_least_fp32), wanted.flatten())
+        engine.backward(loss)  # averages gradients over all ranks, and over passes
+        engine.step()  # after the last pass: clips, updates, sets gradients to zero
+        mean += loss.detach() / passes
+    return mean
 
 
 @torch.no_grad()
-def evaluate(model, test_set, rank, world_size, device, batch_size=64):
+def evaluate(model, test_set, rank, world_size, device, batch_size=16):
     """Mean loss over all test texts, each counted once, the same on every rank."""
     model.eval()
     total = torch.zeros((), device=device)
@@ -187,16 +194,21 @@ def save_checkpoint(engine, step, folder):
         os.replace(temporary, folder / "latest")  # whole or not at all
 
 
-def check_world_size(folder, args, world_size):
+def is_universal(folder):
+    """Whether a checkpoint was converted: then `zero` holds a folder per parameter."""
+    return (folder / "zero").is_dir()
+
+
+def check_world_size(folder, world_size):
     """Partitions are made for one world size; a universal checkpoint fits every one."""
     made_for = len(list(folder.glob("*_optim_states.pt")))
-    if made_for not in (0, world_size) and not args.universal:
+    if made_for not in (0, world_size) and not is_universal(folder):
         raise ValueError(
             f"The checkpoint {folder.name} was made for {made_for} workers, and there "
             f"are {world_size}: convert it with `python -m deepspeed.checkpoint."
             f"ds_to_universal --input_folder {folder} --output_folder {folder}-universal "
-            f"--inject_missing_state`, write {folder.name}-universal into the file "
-            "`latest`, and add --universal."
+            f"--inject_missing_state`, and write {folder.name}-universal into the file "
+            "`latest`."
         )
 
 
@@ -213,8 +225,9 @@ def load_checkpoint(engine, folder):
     if global_batch != engine.train_batch_size():
         raise ValueError(
             f"The checkpoint was trained with a global batch of {global_batch}, and now "
-            f"it is {engine.train_batch_size()}: set train_micro_batch_size_per_gpu so "
-            f"that it times {dist.get_world_size()} workers is the former."
+            f"it is {engine.train_batch_size()}: set train_micro_batch_size_per_gpu and "
+            "gradient_accumulation_steps so that their product, times "
+            f"{dist.get_world_size()} workers, is the former."
         )
     return step
 
@@ -248,13 +261,14 @@ def train(args):
     torch.manual_seed(0)  # the same weights on every rank, before they are cut
     model = GPT(config).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    folder = args.checkpoint_dir and last_checkpoint(args.checkpoint_dir)
+    kind = {"load_universal": bool(folder) and is_universal(folder)}
     engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, config=args.ds_config
+        model=model, optimizer=optimizer, config=args.ds_config | {"checkpoint": kind}
     )
     global_batch, first_step = engine.train_batch_size(), 0
-    folder = args.checkpoint_dir and last_checkpoint(args.checkpoint_dir)
     if folder:
-        check_world_size(folder, args, world_size)
+        check_world_size(folder, world_size)
         first_step = load_checkpoint(engine, folder)
     losses, start = [], time.perf_counter()
     for step in range(first_step, args.steps):
@@ -280,7 +294,7 @@ def train(args):
 
 def train_with_ray(args):
     """The same function on Ray's workers, which start again if one of them dies."""
-    from utils.cluster import default_resources, start_ray, what_to_mend
+    from utils.cluster import start_ray, use_gpu, what_to_mend
 
     from ray.train import (
         FailureConfig,
@@ -288,7 +302,7 @@ def train_with_ray(args):
         ScalingConfig,
         TrainingFailedError,
     )
-    from ray.train.torch import TorchConfig, TorchTrainer
+    from ray.train.torch import TorchTrainer
 
     try:
         start_ray(args.num_workers)
@@ -297,11 +311,7 @@ def train_with_ray(args):
     trainer = TorchTrainer(
         lambda config: train(argparse.Namespace(**config)),
         train_loop_config=vars(args),
-        scaling_config=ScalingConfig(
-            num_workers=args.num_workers,
-            use_gpu="GPU" in default_resources(),
-        ),
-        torch_config=TorchConfig(backend=settings.backend()),
+        scaling_config=ScalingConfig(num_workers=args.num_workers, use_gpu=use_gpu()),
         run_config=RunConfig(
             name=f"zero-{time.time_ns()}",  # a name used before would resume that run
             storage_path=str(settings.storage_path()),
@@ -342,9 +352,11 @@ def main():
     except (ValueError, OSError) as problem:
         stop(problem)
     if os.environ.get("RANK", "0") == "0":
+        # a run that restarted after its last step has no losses
+        last = "".join(f"last loss {loss:.3f}, " for loss in report["losses"][-1:])
         print(
             f"steps {report['first_step'] + 1} to {args.steps}: "
-            f"last loss {report['losses'][-1]:.3f}, test loss {report['test_loss']:.3f}"
+            f"{last}test loss {report['test_loss']:.3f}"
         )
     if under_torchrun:
         dist.destroy_process_group()

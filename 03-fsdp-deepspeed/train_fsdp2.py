@@ -29,6 +29,7 @@ from utils import datasets, settings
 from utils.models import GPT, GPT2_124M, SMOKE
 
 MODELS = {"smoke": SMOKE, "gpt2-124m": GPT2_124M}
+BOTH = "cpu:gloo,cuda:nccl"  # with offload, ranks also send what is in CPU memory
 
 
 def parse_args():
@@ -88,6 +89,11 @@ def check(args, restarted):
                 f"{args.checkpoint_dir} holds checkpoints of an earlier run: add "
                 "--resume to go on from them, or name another folder."
             )
+        if found and int(found.name.split("-")[1]) >= args.steps:
+            raise ValueError(
+                f"The checkpoint {found.name} has all {args.steps} steps, so nothing is "
+                "left to train: raise --steps."
+            )
     datasets.text("test", MODELS[args.model].block_size, args.text)
 
 
@@ -118,7 +124,7 @@ def train_step(model, optimizer, inputs, targets, clip):
 
 
 @torch.no_grad()
-def evaluate(model, test_set, rank, world_size, device, batch_size=64):
+def evaluate(model, test_set, rank, world_size, device, batch_size=16):
     """Mean loss over all test texts, each counted once, the same on every rank."""
     model.eval()
     total = torch.zeros((), device=device)
@@ -156,7 +162,7 @@ def load_checkpoint(model, optimizer, global_batch, folder):
     state["global_batch"] = global_batch
     try:
         dcp.load(state, checkpoint_id=folder)
-    except Exception as error:  # dcp reports what each rank met in one exception
+    except (Exception, dcp.CheckpointException) as error:  # the latter is no Exception
         raise ValueError(
             f"The checkpoint {folder} is damaged or of another model: name another "
             "folder, or start without --resume."
@@ -228,7 +234,7 @@ def train(args):
 
 def train_with_ray(args):
     """The same function on Ray's workers, which start again if one of them dies."""
-    from utils.cluster import default_resources, start_ray, what_to_mend
+    from utils.cluster import start_ray, use_gpu, what_to_mend
 
     from ray.train import (
         FailureConfig,
@@ -245,11 +251,9 @@ def train_with_ray(args):
     trainer = TorchTrainer(
         lambda config: train(argparse.Namespace(**config)),
         train_loop_config=vars(args),
-        scaling_config=ScalingConfig(
-            num_workers=args.num_workers,
-            use_gpu="GPU" in default_resources(),
-        ),
-        torch_config=TorchConfig(backend=settings.backend()),
+        scaling_config=ScalingConfig(num_workers=args.num_workers, use_gpu=use_gpu()),
+        # left alone, Ray takes NCCL for GPUs and gloo for CPUs
+        torch_config=TorchConfig(backend=BOTH if args.offload else None),
         run_config=RunConfig(
             name=f"fsdp2-{time.time_ns()}",  # a name used before would resume that run
             storage_path=str(settings.storage_path()),
@@ -281,16 +285,18 @@ def main():
     try:
         check(args, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0")
         if under_torchrun:
-            dist.init_process_group(settings.backend())
+            dist.init_process_group(BOTH if args.offload else settings.backend())
             report = train(args)
         else:
             report = train_with_ray(args)
     except (ValueError, OSError) as problem:
         stop(problem)
     if os.environ.get("RANK", "0") == "0":
+        # a run that restarted after its last step has no losses
+        last = "".join(f"last loss {loss:.3f}, " for loss in report["losses"][-1:])
         print(
             f"steps {report['first_step'] + 1} to {args.steps}: "
-            f"last loss {report['losses'][-1]:.3f}, test loss {report['test_loss']:.3f}"
+            f"{last}test loss {report['test_loss']:.3f}"
         )
     if under_torchrun:
         dist.destroy_process_group()

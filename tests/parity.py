@@ -66,8 +66,7 @@ def prepared_by_ray(model: nn.Module) -> nn.Module:
 class Strategy:
     """wrap(model) and step(model, optimizer, images, labels) make a strategy.
 
-    gradient and parameters return the whole tensors of a wrapped model, also where each
-    rank holds a part only. launcher is "torchrun" or "ray".
+    launcher is "torchrun" or "ray".
     """
 
     wrap: Callable[[nn.Module], nn.Module]
@@ -75,12 +74,6 @@ class Strategy:
     launcher: str = "torchrun"
     norm: str = "group"
     calls_set_epoch: bool = True
-    gradient: Callable[[nn.Module], torch.Tensor] = lambda model: torch.cat(
-        [p.grad.flatten() for p in model.parameters()]
-    )
-    parameters: Callable[[nn.Module], torch.Tensor] = lambda model: torch.cat(
-        [p.detach().flatten() for p in model.parameters()]
-    )
 
 
 STRATEGIES = {
@@ -121,13 +114,13 @@ def train(
                 break
             losses.append(strategy.step(model, optimizer, images.to(dtype), labels))
             if gradient is None:
-                gradient = strategy.gradient(model).clone()
+                gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
     mean_losses = torch.stack(losses)
     dist.all_reduce(mean_losses)
     return {
         "losses": mean_losses / dist.get_world_size(),
         "gradient": gradient,
-        "parameters": strategy.parameters(model),
+        "parameters": torch.cat([p.detach().flatten() for p in model.parameters()]),
     }
 
 

@@ -1,15 +1,16 @@
-"""Train a small GPT with FSDP2 or ZeRO on this rank, for the tests of part 03."""
+"""Train a small GPT on this rank with the steps of part 03's scripts, for its tests."""
 
 import json
 import os
+from argparse import Namespace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict as sd
-from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import TensorDataset
 
 from tests import scripts
 from utils.comms import count_comms
@@ -23,6 +24,7 @@ GLOBAL_BATCH = 12  # 1, 2 and 3 ranks have equal shares of it
 TRAIN_FSDP2 = scripts.ROOT / "03-fsdp-deepspeed" / "train_fsdp2.py"
 TRAIN_DEEPSPEED = TRAIN_FSDP2.with_name("train_deepspeed.py")
 WHOLE = sd.StateDictOptions(full_state_dict=True, cpu_offload=True)
+NO_CLIP = float("inf")
 
 
 def build_model(dtype: torch.dtype) -> GPT:
@@ -30,9 +32,17 @@ def build_model(dtype: torch.dtype) -> GPT:
     return GPT(CONFIG).to(dtype)
 
 
-def loss_of(model, step: int, rank: int = 0, world_size: int = 1) -> torch.Tensor:
+def share(step: int, rank: int = 0, world_size: int = 1) -> tuple[torch.Tensor, ...]:
     data = text(block_size=CONFIG.block_size)
-    inputs, targets = share_of_batch(data, step, GLOBAL_BATCH, rank, world_size)
+    return share_of_batch(data, step, GLOBAL_BATCH, rank, world_size)
+
+
+def test_set() -> TensorDataset:
+    """Seven texts, which no number of ranks here divides; to evaluate in batches of 2."""
+    return TensorDataset(*text("test", CONFIG.block_size)[:7])
+
+
+def loss_of(model, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     logits = model(inputs).flatten(0, 1)
     at_least_fp32 = torch.promote_types(logits.dtype, torch.float32)
     return F.cross_entropy(logits.to(at_least_fp32), targets.flatten())
@@ -45,19 +55,23 @@ def mean_over_ranks(loss: torch.Tensor) -> float:
 
 
 def one_process(dtype: torch.dtype, steps: int = 10) -> dict:
-    """The reference: losses, gradients of the first step, final parameters."""
+    """The reference: losses, gradients of the first step, final parameters, test loss."""
     model = build_model(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses, gradients = [], None
     for step in range(steps):
-        loss = loss_of(model, step)
+        loss = loss_of(model, *share(step))
         optimizer.zero_grad()
         loss.backward()
         gradients = gradients or [p.grad.clone() for p in model.parameters()]
         optimizer.step()
         losses.append(loss.item())
-    parameters = [p.detach() for p in model.parameters()]
-    return {"losses": losses, "gradients": gradients, "parameters": parameters}
+    return {
+        "losses": losses,
+        "gradients": gradients,
+        "parameters": [p.detach() for p in model.parameters()],
+        "test loss": loss_of(model, *test_set().tensors).item(),
+    }
 
 
 def ddp(dtype: torch.dtype) -> dict:
@@ -68,16 +82,15 @@ def ddp(dtype: torch.dtype) -> dict:
     model = DDP(build_model(dtype), gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with count_comms() as comms:
-        loss_of(model, 0, rank, world_size).backward()
+        loss_of(model, *share(0, rank, world_size)).backward()
     optimizer.step()
     return {"state": state_bytes(model, optimizer), "sent": comms.sent(world_size)}
 
 
-def shard(model: GPT, **options) -> GPT:
-    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh, **options)
-    return model
+def shard(model: GPT, keep: bool = False, bf16: bool = False, mesh=None) -> GPT:
+    mesh = mesh or dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    flags = Namespace(keep=keep, bf16=bf16, offload=False)
+    return scripts.load(TRAIN_FSDP2).shard(model, mesh, flags)
 
 
 def fsdp2(
@@ -88,7 +101,7 @@ def fsdp2(
     save: Path | None = None,
     **options,
 ) -> dict:
-    """Train with FSDP2; `load` and `save` name checkpoints made by the script."""
+    """Train with the functions of train_fsdp2.py; `options` are those of `shard`."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -103,12 +116,10 @@ def fsdp2(
     if load:
         first = script.load_checkpoint(model, optimizer, GLOBAL_BATCH, load)
     for step in range(first, steps):
-        optimizer.zero_grad()
+        batch = share(step, rank, world_size)
         with count_comms() as comms:
-            loss = loss_of(model, step, rank, world_size)
-            loss.backward()
+            loss = script.train_step(model, optimizer, *batch, clip=NO_CLIP)
         gradients = gradients or [p.grad.full_tensor() for p in model.parameters()]
-        optimizer.step()
         losses.append(mean_over_ranks(loss))
     if save:
         script.save_checkpoint(model, optimizer, steps, GLOBAL_BATCH, save)
@@ -121,6 +132,9 @@ def fsdp2(
         "state": state_bytes(model, optimizer),
         "sent": comms.sent(world_size),
         "logits": model(text(block_size=CONFIG.block_size)[:2][0]).detach(),
+        "test loss": script.evaluate(
+            model, test_set(), rank, world_size, torch.device("cpu"), batch_size=2
+        ),
         "weights": weights,
     }
 
@@ -143,34 +157,39 @@ def zero(
     passes: int = 1,
     **changes,
 ) -> dict:
-    """Train with ZeRO, from the script's ds_config.json with `changes`."""
+    """Train with the functions of train_deepspeed.py, and its config with `changes`.
+
+    The state is that of the last step after its first pass, where gradients exist.
+    """
     os.environ["WORKSHOP_MODE"] = "smoke"
     deepspeed = load_deepspeed()
     deepspeed.init_distributed("gloo")
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    config = zero_config(stage, GLOBAL_BATCH // world_size) | changes
+    script = scripts.load(TRAIN_DEEPSPEED)
+    config = zero_config(stage, GLOBAL_BATCH // world_size // passes) | changes
     config["gradient_accumulation_steps"] = passes
     model = build_model(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     if load:
         engine.load_checkpoint(load)
-    losses, gradients, state = [], None, None
+    losses, states, gradients, step_of_engine = [], [], [], engine.step
+
+    def look_and_step() -> None:
+        states.append(zero_state_bytes(engine))
+        if not gradients and engine.is_gradient_accumulation_boundary():
+            for p in engine.module.parameters():
+                whole = p.grad if stage == 0 else safe_get_full_grad(p)
+                gradients.append(whole.clone())
+        step_of_engine()
+
+    engine.step = look_and_step  # the script's step leaves no gradients behind
     for step in range(first, steps):
+        batch = share(step, rank, world_size)
         with count_comms() as comms:
-            for number in range(passes):
-                loss = loss_of(engine, step, rank, world_size)
-                engine.backward(loss)
-                if number == 0 and step == steps - 1:
-                    state = zero_state_bytes(engine)
-                if gradients is None and passes == 1:
-                    gradients = [
-                        (p.grad if stage == 0 else safe_get_full_grad(p)).clone()
-                        for p in engine.module.parameters()
-                    ]
-                engine.step()
+            loss = script.train_step(engine, *batch)
         losses.append(mean_over_ranks(loss))
     if save:
         engine.save_checkpoint(save, "saved")
@@ -183,7 +202,10 @@ def zero(
         "losses": losses,
         "gradients": gradients,
         "parameters": parameters,
-        "state": state,
+        "state": states[-passes],
         "sent": comms.sent(world_size),
         "logits": logits,
+        "test loss": script.evaluate(
+            engine, test_set(), rank, world_size, torch.device("cpu"), batch_size=2
+        ),
     }

@@ -3,10 +3,10 @@
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests import sharding
 from utils.comms import Comms, count_comms
 from utils.memory import State, state_bytes
 from utils.models import GPT, GPTConfig
@@ -19,9 +19,7 @@ def fsdp2_step(config: GPTConfig, world_size: int, keep: bool) -> tuple[State, C
     try:
         mesh = dist.init_device_mesh("cpu", (world_size,))
         with FakeTensorMode():
-            model = GPT(config)
-            for module in (*model.blocks, model):
-                fully_shard(module, mesh=mesh, reshard_after_forward=not keep)
+            model = sharding.shard(GPT(config), keep, mesh=mesh)
             optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
             tokens = torch.zeros(1, config.block_size, dtype=torch.long)
             with count_comms() as comms:

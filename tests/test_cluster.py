@@ -38,6 +38,7 @@ def forget():
     for name in [n for n in sys.modules if n.split(".")[0] == "utils"]:
         del sys.modules[name]
 
+mode = ray.get(ray.remote(lambda: os.environ.get("WORKSHOP_MODE")).remote())
 found = ray.get(elsewhere.remote(os.environ["RAY_ADDRESS"] == "local"))
 asks = ray.get(ray.remote(lambda: os.environ.get("RAY_API_SERVER_ADDRESS")).remote())
 try:
@@ -48,7 +49,7 @@ except RuntimeError as error:
 print(json.dumps({
     "cpus": ray.cluster_resources()["CPU"], "found": found, "problem": problem,
     "usage": os.environ["RAY_USAGE_STATS_ENABLED"],
-    "poll": os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"], "asks": asks,
+    "poll": os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"], "asks": asks, "mode": mode,
     "watcher": os.environ.get("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"),
 }))
 ray.shutdown()
@@ -103,12 +104,13 @@ def test_utils_reach_a_worker_in_another_folder(started):
 
 
 def test_utils_reach_a_node_that_does_not_have_them():
-    done = run(PROGRAM, RAY_ADDRESS="of a cluster")
+    done = run(PROGRAM, RAY_ADDRESS="of a cluster", WORKSHOP_MODE="smoke")
     assert done.returncode == 0, done.stderr
     joined = json.loads(done.stdout.splitlines()[-1])
     assert joined["found"].endswith("utils/models.py")
     assert not joined["found"].startswith(str(scripts.ROOT))
     assert joined["watcher"] == "1"  # a cloud may take a node away
+    assert joined["mode"] == "smoke"  # also on nodes that have another environment
 
 
 def test_no_statistics_and_a_short_poll(started):
@@ -156,7 +158,9 @@ def test_what_a_worker_says_is_wrong_is_found():
     bug, sentence = TypeError("a bug"), ValueError("a sentence")
     assert what_to_mend(WorkerGroupError("failed", {0: bug, 1: sentence})) is sentence
     assert what_to_mend(WorkerGroupError("failed", {0: bug})) is None
-    assert what_to_mend(ControllerError(sentence)) is None
+    # what a callback of the controller raised: then no worker was restarted
+    assert what_to_mend(ControllerError(sentence)) is sentence
+    assert what_to_mend(ControllerError(bug)) is None
 
 
 def test_a_cluster_that_does_not_answer_is_said():
@@ -198,8 +202,73 @@ def test_fitting(monkeypatch, nodes, workers, resources, fits):
             cluster.check_fits(workers, resources)
 
 
+REFUSED = """
+import os
+from utils.cluster import start_ray
+from ray.cluster_utils import Cluster
+import ray
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+os.environ |= {"RAY_ADDRESS": cluster.address, "WORKSHOP_AUTOSCALING": "1"}
+try:
+    start_ray(2, resources={"scanner": 1})
+except ValueError as error:
+    print(error)
+start_ray(2, address="local", resources={"scanner": 1})
+print(ray.cluster_resources()["scanner"], ray.cluster_resources()["CPU"])
+try:
+    start_ray(2, {"CPU": 1000})
+except RuntimeError as error:
+    print(error)
+ray.shutdown()
+cluster.shutdown()
+"""
+
+
+def test_a_ray_of_its_own_where_there_is_a_cluster():
+    """With options that only a Ray started here takes; it does not grow, and is checked."""
+    done = run(REFUSED)
+    assert done.returncode == 0, done.stderr
+    refused, _, there, checked = done.stdout.splitlines()
+    assert "When connecting to an existing cluster, resources must not" in refused
+    assert there == f"1.0 {float(max(os.cpu_count(), 4))}"
+    assert "has room for 0" in checked
+
+
+def test_a_token_for_anyscale_on_a_laptop_is_no_cluster(monkeypatch):
+    from utils import cluster
+
+    monkeypatch.delenv("WORKSHOP_AUTOSCALING", raising=False)
+    monkeypatch.setenv("ANYSCALE_CLI_TOKEN", "a secret")
+    assert not cluster._is_autoscaling()
+    monkeypatch.setenv("ANYSCALE_CLUSTER_ID", "ses_1")  # set on all nodes of a cluster
+    assert cluster._is_autoscaling()
+
+
+@pytest.mark.parametrize(
+    ("mode", "gpus", "grows", "expected"),
+    [
+        ("smoke", 4, "1", False),
+        ("full", 4, "0", True),  # on other nodes: this machine may have none
+        ("full", 0, "0", False),
+        ("full", 0, "1", True),  # none yet, but the cluster adds nodes
+    ],
+)
+def test_gpus_are_judged_from_the_cluster(monkeypatch, mode, gpus, grows, expected):
+    from utils import cluster
+
+    monkeypatch.setenv("WORKSHOP_MODE", mode)
+    monkeypatch.setenv("WORKSHOP_AUTOSCALING", grows)
+    monkeypatch.setattr(cluster, "_own_ray", False)
+    monkeypatch.setattr(cluster.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(cluster.ray, "cluster_resources", lambda: {"GPU": gpus})
+    assert cluster.use_gpu() == expected
+    assert ("GPU" in cluster.default_resources()) == expected
+
+
 def test_a_cluster_that_grows_is_not_checked(monkeypatch):
     from utils import cluster
+
+    monkeypatch.setattr(cluster, "_own_ray", False)
 
     monkeypatch.setenv("WORKSHOP_AUTOSCALING", "1")
     monkeypatch.setattr(cluster.ray, "nodes", lambda: [])

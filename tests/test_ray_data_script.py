@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 from utils.cluster import start_ray
 
@@ -14,6 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import ray
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests import scripts
 from utils.shards import write_shards
@@ -60,7 +63,8 @@ def whole_files(damaged, tmp_path_factory):
 
 def options(**changes):
     """The command line's defaults, with changes."""
-    defaults = {"num_workers": 1, "batch_size": 32, "on_corrupt": "fail"}
+    defaults = {"num_workers": 1, "num_epochs": 1, "batch_size": 32}
+    defaults |= {"data_size_gb": 0.01, "on_corrupt": "fail"}
     defaults |= {"checkpoint_dir": None, "resume": False, "data_path": None}
     return argparse.Namespace(**defaults | changes)
 
@@ -135,6 +139,36 @@ def test_decode_gives_black_and_a_label_that_the_loss_ignores():
         script.decode(batch, on_corrupt="fail")
 
 
+def test_an_epoch_stays_on_its_device(monkeypatch):
+    """On a pretended GPU: an operation that mixes devices raises, as on a real one."""
+    device, stepped = torch.device("cuda", 0), []
+
+    def train_step(model, optimizer, images, labels):
+        stepped.append(images.device)
+        return images.mean()
+
+    class AllReduce(Exception):
+        """As far as pretended tensors go, which have no values."""
+
+    def all_reduce(counts):
+        assert counts.device == device
+        raise AllReduce
+
+    class Shard:
+        def iter_torch_batches(self, **_):
+            for _ in range(2):
+                images = torch.zeros(4, 1, 28, 28, device=device)
+                labels = torch.zeros(4, dtype=torch.int64, device=device)
+                yield {"image": images, "label": labels}
+
+    monkeypatch.setattr(script, "get_device", lambda: device)
+    monkeypatch.setattr(script, "train_step", train_step)
+    monkeypatch.setattr(script.dist, "all_reduce", all_reduce)
+    with FakeTensorMode(), pytest.raises(AllReduce):
+        script.train_epoch(None, None, Shard(), {"batch_size": 4}, epoch=0)
+    assert stepped == [device] * 2
+
+
 @pytest.fixture(scope="module")
 def own_ray():
     start_ray(1)
@@ -155,6 +189,12 @@ class TestSetUp:
         labels = [row["label"] for row in dataset.take_all()]
         assert len(labels) == 3 * 48
         assert labels.count(script.CORRUPT) == 1
+
+    def test_files_are_read_and_decoded_in_one_task(self, whole_files):
+        dataset, _ = script.read_images(str(whole_files), "skip")
+        stats = dataset.materialize().stats()
+        (operator,) = re.findall(r"Operator \d+ (.+?):", stats)
+        assert operator == "ReadParquet->MapBatches(decode)"
 
     def test_a_cut_file_fails_with_its_name(self, damaged):
         with pytest.raises(ValueError, match=r"shard-00003\.parquet is not a whole"):
@@ -184,11 +224,15 @@ def test_more_data_than_the_disk_holds_is_refused_before_writing():
         ({"resume": True}, "--resume needs --checkpoint-dir"),
         ({"resume": True, "checkpoint_dir": "empty"}, "There is no run in .*empty"),
         ({"checkpoint_dir": "a_file/folder"}, "cannot be written to"),
+        ({"checkpoint_dir": "s3://bucket"}, "is an address, and has to be a folder"),
+        ({"num_epochs": 0}, "--num-epochs is 0, but has to be at least 1"),
     ],
 )
-def test_wrong_checkpoint_folders_are_named(changes, sentence, tmp_path):
+def test_wrong_options_are_named(changes, sentence, tmp_path):
     (tmp_path / "a_file").write_text("")
     if folder := changes.get("checkpoint_dir"):
-        changes = changes | {"checkpoint_dir": tmp_path / folder}
+        is_address = "://" in folder
+        path = Path(folder) if is_address else tmp_path / folder
+        changes = changes | {"checkpoint_dir": path}
     with pytest.raises((ValueError, OSError), match=sentence):
         script.set_up(options(**changes))

@@ -6,6 +6,8 @@ import re
 import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import psutil
@@ -70,19 +72,46 @@ def saved_state(folder: Path) -> dict:
     return torch.load(file, weights_only=True)
 
 
+def kill_a_ray_worker(folder: Path) -> None:
+    """SIGKILL to one of the workers of a run, in its second epoch; leaves a note."""
+    noted = folder / "train_ray_ddp" / "checkpoint_manager_snapshot.json"
+    deadline = time.time() + 200
+    while time.time() < deadline:
+        if noted.exists() and "checkpoint_2" in noted.read_text():
+            workers = [
+                process
+                for process in psutil.Process().children(recursive=True)
+                if "RayTrainWorker" in " ".join(process.cmdline())
+            ]
+            workers[-1].kill()
+            (folder / "killed").write_text(f"one of {len(workers)}")
+            return
+        time.sleep(0.1)
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> dict[Path, tuple[Path, str]]:
     """Of both scripts, as the lessons say to type them: checkpoint folder and output.
 
-    Four workers, on any number of cores.
+    Four workers, on any number of cores. After the first epoch, one under Ray is killed,
+    and torchrun's run is resumed: both go on from a checkpoint, with the same rounding.
     """
     results = {}
     for path in (scripts.TRAIN_DDP, scripts.TRAIN_RAY_DDP):
         folder = tmp_path_factory.mktemp(path.stem)
-        workers = ["--num-workers", 4] if path == scripts.TRAIN_RAY_DDP else []
-        arguments = [*workers, "--epochs", 3, "--checkpoint-dir", folder]
+        arguments = ["--epochs", 3, "--checkpoint-dir", folder]
+        earlier = ""
+        if path == scripts.TRAIN_DDP:
+            status, earlier = run(path, *arguments, "--epochs", 1)
+            assert status == 0, earlier
+            arguments.append("--resume")
+        else:
+            arguments += ["--num-workers", 4]
+            killer = threading.Thread(target=kill_a_ray_worker, args=[folder])
+            killer.start()
         status, output = run(path, *arguments)
         assert status == 0, output
+        output = earlier + output
         results[path] = folder, output
     return results
 
@@ -90,6 +119,12 @@ def trained(tmp_path_factory) -> dict[Path, tuple[Path, str]]:
 def test_both_scripts_learn(trained):
     ddp, ray = (saved_state(folder)["accuracy"] for folder, _ in trained.values())
     assert ddp == ray >= 0.95
+
+
+def test_ray_replaced_a_worker_that_was_killed(trained):
+    """And the run went on from its checkpoint: it ends with torchrun's weights, below."""
+    folder, _ = trained[scripts.TRAIN_RAY_DDP]
+    assert (folder / "killed").read_text() == "one of 4"
 
 
 def test_both_scripts_end_with_the_same_weights(trained):
@@ -114,6 +149,24 @@ def test_a_finished_run_is_not_overwritten(trained, path, complaint):
     said = complaint(path, "--checkpoint-dir", folder)
     assert said.endswith("or name another folder.")
     assert saved_state(folder)["epoch"] == 2
+
+
+def test_a_rank_speaks_where_rank_0_has_nothing_to_say(monkeypatch):
+    waited = []
+    monkeypatch.setattr(time, "sleep", waited.append)  # torchrun would end this rank
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit, match=r"train_ddp\.py: No room on this host"):
+        scripts.load(scripts.TRAIN_DDP).stop(OSError("No room on this host."))
+    assert waited == [10]
+
+
+def test_more_workers_than_gpus_is_said_by_every_rank(monkeypatch):
+    train_ddp = scripts.load(scripts.TRAIN_DDP)
+    monkeypatch.setattr(train_ddp.settings, "device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="more workers than GPUs \\(1\\)"):
+        train_ddp.set_up(None)
 
 
 def test_one_rank_speaks_for_all():
@@ -144,6 +197,12 @@ def test_bad_input_gets_one_sentence(path, what, complaint, tmp_path, monkeypatc
     assert os.listdir() == ["file"]  # nothing written, nothing lost
 
 
+def no_network(monkeypatch):
+    for name in ("http_proxy", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.delenv("no_proxy", raising=False)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -155,8 +214,25 @@ def test_bad_input_that_workers_find(
     arguments, words, complaint, monkeypatch, tmp_path
 ):
     monkeypatch.setenv("WORKSHOP_STORAGE", str(tmp_path))
-    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # nobody listens there
+    no_network(monkeypatch)
     assert words in complaint(scripts.TRAIN_DDP, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--dataset", "mnist"], "'digits'"),
+        (["--batch-size", 2000], "lower --batch-size"),
+        (["--epochs", 0], "--epochs is 0, but has to be at least 1"),
+        (["--checkpoint-dir", "s3://bucket/runs"], "is an address, and has to be a"),
+    ],
+)
+def test_bad_input_that_is_found_before_ray_starts(
+    arguments, words, complaint, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("WORKSHOP_STORAGE", str(tmp_path))
+    no_network(monkeypatch)
+    assert words in complaint(scripts.TRAIN_RAY_DDP, *arguments)
 
 
 @BOTH
@@ -231,13 +307,12 @@ def test_nodes_are_launched_over_ssh(tmp_path):
     ssh.write_text(
         "#!/bin/bash\nwhile [[ $1 == -* ]]; do [[ $1 == -o ]] && shift; shift; done\n"
         f'echo "$1" >>{tmp_path}/hosts\necho "$2" >>{tmp_path}/commands\n'
-        'cd / && exec env -u GLOO_SOCKET_IFNAME bash -c "$2"\n'
+        'cd / && exec env -i PATH=/usr/bin:/bin HOME="$HOME" bash -c "$2"\n'
     )
     ssh.chmod(0o755)
-    bin_folder = Path(sys.executable).parent
     environment = {
         "HOSTS": "127.0.0.1 localhost",
-        "PATH": f"{tmp_path}:{bin_folder}:{os.environ['PATH']}",
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "MASTER_PORT": "29733",
         "GLOO_SOCKET_IFNAME": "lo",
     }
@@ -256,6 +331,34 @@ def test_nodes_are_launched_over_ssh(tmp_path):
     ]
     commands = (tmp_path / "commands").read_text().splitlines()
     assert ["GLOO_SOCKET_IFNAME=lo " in command for command in commands] == [True] * 2
+
+
+@pytest.mark.parametrize(
+    ("gpus", "expected"),
+    [
+        ("0 1 2 3", {"0: 0,1 full", "1: 2,3 full"}),
+        ("0", {"0: smoke", "1: smoke"}),
+        ("", {"0: full", "1: full"}),
+    ],
+)
+def test_nodes_on_one_machine_share_no_gpu(gpus, expected, tmp_path):
+    """With a torchrun that only tells what it was given: NCCL refuses shared GPUs."""
+    for name, program in {
+        "nvidia-smi": f"printf '%s\\n' {gpus}" if gpus else "exit 9",
+        "torchrun": "echo ${2#--node_rank=}: $CUDA_VISIBLE_DEVICES $WORKSHOP_MODE",
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{program}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "NPROC_PER_NODE": "2"}
+    environment |= {"MASTER_PORT": "29734", "WORKSHOP_MODE": "full"}
+    done = subprocess.run(
+        [scripts.LAUNCH_MULTINODE],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert set(done.stdout.splitlines()) == expected
 
 
 def test_a_host_that_fails_ends_the_other_one(tmp_path):

@@ -178,8 +178,12 @@ def test_ray_train_starts_the_scripts_too(script, undisturbed):
 def test_a_killed_worker_goes_on_from_the_last_checkpoint(
     script, saved, tmp_path, undisturbed
 ):
-    """Under torchrun: with the losses of the run of Ray Train that nothing disturbed."""
-    job = torchrun(script, *STEPS, "--save-every", 5, "--checkpoint-dir", tmp_path)
+    """Under torchrun: to the losses of the run of Ray Train that nothing disturbed.
+
+    The job ends five steps early, and another one goes on from there with --resume.
+    """
+    checkpoints = ["--save-every", 5, "--checkpoint-dir", tmp_path]
+    job = torchrun(script, "--steps", 20, "--smoke-test", *checkpoints)
     deadline = time.monotonic() + 120
     while not list(tmp_path.glob(saved)):
         assert time.monotonic() < deadline
@@ -188,8 +192,12 @@ def test_a_killed_worker_goes_on_from_the_last_checkpoint(
     psutil.Process(job.pid).children()[-1].kill()
     output, _ = job.communicate(timeout=120)
     assert job.returncode == 0, output[-3000:]
+    assert last_line(output)[0] > 5
+    job = torchrun(script, *STEPS, "--resume", *checkpoints)
+    output, _ = job.communicate(timeout=120)
+    assert job.returncode == 0, output[-3000:]
     first_step, losses = last_line(output)
-    assert first_step > 5
+    assert first_step == 21
     assert last_line(undisturbed(script)) == (1, losses)
 
 
@@ -235,6 +243,42 @@ def test_fsdp2_says_what_is_wrong(tmp_path, sentence):
     (tmp_path / "step-000005").mkdir()
     (tmp_path / "step-000005" / ".metadata").write_text("damaged")
     assert "holds checkpoints of an earlier run" in sentence(script, *flags)
+    flags += ["--resume", "--steps", 5]
+    assert "step-000005 has all 5 steps" in sentence(script, *flags)
+
+
+def complaint(load: Callable, *args) -> str:
+    with pytest.raises(ValueError, match="start without --resume") as said:
+        load(*args)
+    return str(said.value)
+
+
+def test_a_damaged_checkpoint_is_said(tmp_path):
+    def load():
+        dist.init_process_group("gloo")
+        model = sharding.shard(sharding.build_model(torch.float32))
+        optimizer = torch.optim.AdamW(model.parameters())
+        script = scripts.load(sharding.TRAIN_FSDP2)
+        global_batch = sharding.GLOBAL_BATCH
+        load = script.load_checkpoint
+        yield complaint(load, model, optimizer, global_batch, tmp_path)
+        os.environ["WORKSHOP_MODE"] = "smoke"
+        model = sharding.build_model(torch.float32)
+        engine, *_ = sharding.load_deepspeed().initialize(
+            model=model,
+            optimizer=torch.optim.AdamW(model.parameters()),
+            config=sharding.zero_config(3, global_batch),
+        )
+        script = scripts.load(sharding.TRAIN_DEEPSPEED)
+        yield complaint(script.load_checkpoint, engine, tmp_path)
+
+    (tmp_path / ".metadata").write_text("damaged")
+    for rank in ("model", "optim"):
+        name = f"zero_pp_rank_0_mp_rank_00_{rank}_states.pt"
+        (tmp_path / name).write_text("damaged")
+    said = run_ranks(lambda: list(load()), 1)[0]
+    assert said[0] == said[1]
+    assert str(tmp_path) in said[0]
 
 
 def read_config(tmp_path, monkeypatch, batch_size=None, stage=None, **changes):
@@ -244,7 +288,6 @@ def read_config(tmp_path, monkeypatch, batch_size=None, stage=None, **changes):
     path = tmp_path / "changed.json"
     path.write_text(json.dumps(config | changes))
     arguments = {"ds_config": path, "stage": stage, "batch_size": batch_size}
-    arguments["universal"] = False
     script = scripts.load(sharding.TRAIN_DEEPSPEED)
     return script.read_config(type("Arguments", (), arguments))
 
@@ -271,6 +314,9 @@ def test_the_config_that_ships_is_right(tmp_path, monkeypatch):
 
 
 def test_deepspeed_says_what_is_wrong_with_a_file(tmp_path, sentence):
+    (tmp_path / "latest").write_text("step-000005-universal")
+    flags = ["--resume", "--steps", 5, "--checkpoint-dir", tmp_path]
+    assert "has all 5 steps" in sentence(sharding.TRAIN_DEEPSPEED, *flags)
     broken = tmp_path / "broken.json"
     broken.write_text("{")
     said = sentence(sharding.TRAIN_DEEPSPEED, "--ds-config", broken)
@@ -281,12 +327,11 @@ def test_a_checkpoint_of_another_world_size_says_how_to_convert(tmp_path):
     script = scripts.load(sharding.TRAIN_DEEPSPEED)
     for rank in range(2):
         (tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
-    arguments = type("Arguments", (), {"universal": False})
-    script.check_world_size(tmp_path, arguments, 2)
+    script.check_world_size(tmp_path, 2)
     with pytest.raises(ValueError, match=r"made for 2 workers.*ds_to_universal"):
-        script.check_world_size(tmp_path, arguments, 3)
-    arguments.universal = True
-    script.check_world_size(tmp_path, arguments, 3)
+        script.check_world_size(tmp_path, 3)
+    (tmp_path / "zero").mkdir()  # as in a converted one
+    script.check_world_size(tmp_path, 3)
 
 
 def test_the_scripts_train_the_same_model():

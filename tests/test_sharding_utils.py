@@ -151,6 +151,19 @@ def test_count_memory_follows_what_lives():
     assert torch.UntypedStorage.resize_ is counted._resize
 
 
+def test_memory_of_a_gpu_is_asked_of_its_allocator(monkeypatch):
+    """With numbers of an allocator, as a machine without a GPU has none."""
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 500)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
+    with memory.follow_memory(torch.device("cuda", 0)) as followed:
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 300)
+    assert (followed.live, followed.peak) == (200, 400)
+    with memory.follow_memory(torch.device("cpu")) as followed:
+        torch.zeros(1000)
+    assert (followed.live, followed.peak) == (0, 4000)
+
+
 @pytest.mark.parametrize("world_size", [8, 64])
 @pytest.mark.parametrize("keep", [False, True])
 def test_fsdp2_on_simulated_ranks_follows_the_formulas(world_size, keep):

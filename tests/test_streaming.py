@@ -147,12 +147,69 @@ def test_a_ray_that_does_not_fit_two_workers_and_data_is_refused():
         preflight.check_spare_cpus(cpus)
 
 
+def test_a_cluster_that_grows_is_not_checked_for_spare_cpus(monkeypatch):
+    monkeypatch.setattr(preflight, "grows", lambda: True)
+    preflight.check_spare_cpus(1000)
+
+
 def test_a_storage_path_that_workers_see_differently_is_refused(tmp_path, monkeypatch):
-    preflight.check_shared(tmp_path)
-    # A folder of the same name that is another folder in every process, as on other nodes.
     monkeypatch.chdir(tmp_path)
+    # A folder of the same name that is another folder in every process, as on other nodes.
+    preflight.check_shared("/proc/self/cwd")  # on one node, all see the same
+    nodes = ray.nodes()
+    monkeypatch.setattr(preflight.ray, "nodes", lambda: nodes * 2)
+    preflight.check_shared(tmp_path)
+    assert os.listdir(tmp_path) == []  # nothing is left behind
     with pytest.raises(OSError, match="is not shared: node"):
         preflight.check_shared("/proc/self/cwd")
+
+
+def test_data_that_only_some_nodes_have_are_refused(tmp_path, monkeypatch):
+    """A folder to read from only, and a file."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.parquet").touch()
+    nodes = ray.nodes()
+    monkeypatch.setattr(preflight.ray, "nodes", lambda: nodes * 2)
+    monkeypatch.setattr(preflight.Path, "touch", read_only)
+    preflight.check_shared(tmp_path)
+    preflight.check_shared("s3://bucket/is/not/looked/at")
+    for path in ("/proc/self/cwd", "/proc/self/cwd/a.parquet"):
+        with pytest.raises(OSError, match=r"do not see a\.parquet in it"):
+            preflight.check_shared(path)
+
+
+def read_only(*_):
+    raise OSError(30, "Read-only file system")
+
+
+@pytest.mark.parametrize(
+    ("error", "ends"),
+    [
+        (ValueError("a sentence"), True),
+        (ray.exceptions.RayTaskError("f", "", OSError("a damaged page")), True),
+        (ray.exceptions.RayTaskError("f", "", pa.ArrowInvalid("damaged")), True),
+        (
+            ray.exceptions.RayTaskError("f", "", ray.exceptions.UserCodeException()),
+            True,
+        ),
+        (ray.exceptions.RayActorError(), False),
+        (RuntimeError("Connection closed by peer"), False),  # a rank whose peer died
+        (
+            ray.exceptions.RayTaskError("f", "", ray.exceptions.NodeDiedError("lost")),
+            False,
+        ),
+    ],
+)
+def test_bad_input_ends_a_run_and_a_death_does_not(error, ends):
+    if isinstance(error, ray.exceptions.RayTaskError):
+        error = error.as_instanceof_cause()
+    errors = {0: RuntimeError("collateral"), 1: error}
+    callback = preflight.NoRestartOnBadInput()
+    if ends:
+        with pytest.raises(type(error)):
+            callback.after_exception(None, errors)
+    else:
+        callback.after_exception(None, errors)
 
 
 def test_folders_and_files_of_parquet_are_found(shards):

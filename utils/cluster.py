@@ -54,10 +54,13 @@ from utils import settings  # noqa: E402
 # Logical CPUs kept free of training workers, so that Ray Data's tasks have where to run.
 SPARE_CPUS = 2
 
+_own_ray = False  # whether Ray was started here: it gets no more nodes by itself
+
 
 def start_ray(
     num_workers: int | None = None,
     resources_per_worker: dict[str, float] | None = None,
+    address: str | None = None,
     **ray_init_options,
 ) -> None:
     """Start Ray on this machine, or join the cluster that RAY_ADDRESS names.
@@ -70,25 +73,28 @@ def start_ray(
 
     Args:
         num_workers: training workers to make room for (default: `settings.num_workers`).
-        resources_per_worker: what each asks for (default: one CPU in smoke mode, one GPU
-            in full mode where this machine has any).
-        ray_init_options: further arguments of `ray.init`.
+        resources_per_worker: what each asks for (default: `default_resources()`).
+        address: "local" starts a Ray of its own on this machine, also where there is a
+            cluster to join (default: RAY_ADDRESS).
+        ray_init_options: further arguments of `ray.init`. Some of them, as `resources`
+            and `object_store_memory`, are for a Ray that is started here.
 
     Raises:
         ConnectionError: RAY_ADDRESS names a cluster that does not answer.
+        ValueError: Ray refuses one of `ray_init_options`.
         RuntimeError: the workers do not fit (see `check_fits`).
     """
     num_workers = num_workers or settings.num_workers()
-    resources = resources_per_worker or default_resources()
     if not ray.is_initialized():
-        dashboard = _connect(num_workers, resources, ray_init_options)
+        cpus = num_workers * (resources_per_worker or {"CPU": 1}).get("CPU", 0)
+        dashboard = _connect(int(cpus) + SPARE_CPUS, address, ray_init_options)
         total = ray.cluster_resources()
         print(
             f"Ray {ray.__version__} with {len(_alive_nodes())} node(s), "
             f"{total.get('CPU', 0):g} logical CPUs, {total.get('GPU', 0):g} GPUs. "
             f"Dashboard: {dashboard}"
         )
-    check_fits(num_workers, resources)
+    check_fits(num_workers, resources_per_worker or default_resources())
 
 
 def check_fits(num_workers: int, resources_per_worker: dict[str, float]) -> None:
@@ -101,7 +107,7 @@ def check_fits(num_workers: int, resources_per_worker: dict[str, float]) -> None
     Raises:
         RuntimeError: they do not fit; says what was asked, what there is, what to change.
     """
-    if _is_autoscaling():
+    if grows():
         return
     needed = {name: n for name, n in resources_per_worker.items() if n > 0}
     nodes = [node["Resources"] for node in _alive_nodes()]
@@ -131,15 +137,22 @@ def what_to_mend(failure: Exception) -> Exception | None:
     Args:
         failure: what `TorchTrainer.fit` raised, a `ray.train.TrainingFailedError`.
     """
-    errors = getattr(failure, "worker_failures", {}).values()
+    errors = what_failed(failure)
     return next((e for e in errors if isinstance(e, (ValueError, OSError))), None)
 
 
-def _connect(num_workers: int, resources: dict[str, float], options: dict) -> str:
-    """Start or join Ray; return the address of its dashboard."""
-    address = os.environ.get("RAY_ADDRESS") or (
-        "auto" if _is_autoscaling() else "local"
-    )
+def what_failed(failure: Exception) -> list[Exception]:
+    """The errors of workers behind a `ray.train.TrainingFailedError`."""
+    errors = getattr(failure, "worker_failures", {}).values()
+    # what a callback made of them, as `preflight.NoRestartOnBadInput` does
+    return [*errors, *filter(None, [getattr(failure, "controller_failure", None)])]
+
+
+def _connect(num_cpus: int, address: str | None, options: dict) -> str:
+    """Start Ray with so many CPUs or more, or join one; the address of its dashboard."""
+    global _own_ray
+    address = address or os.environ.get("RAY_ADDRESS")
+    address = address or ("auto" if _is_autoscaling() else "local")
     runtime_env = {}
     if (quoted := shlex.quote(sys.executable)) != sys.executable:
         # Ray puts this path into a shell command as it is: a space in it needs quotes
@@ -148,6 +161,8 @@ def _connect(num_workers: int, resources: dict[str, float], options: dict) -> st
         # Other nodes do not have this folder. Here `utils` is installed, and sending it
         # would make Ray prepare an environment: measured, 5 s of the first fit.
         runtime_env["py_modules"] = [str(Path(__file__).parent)]
+        if mode := os.environ.get("WORKSHOP_MODE"):
+            runtime_env["env_vars"] = {"WORKSHOP_MODE": mode}
     defaults = {
         "address": address,
         "runtime_env": runtime_env,
@@ -155,8 +170,7 @@ def _connect(num_workers: int, resources: dict[str, float], options: dict) -> st
         "log_to_driver": False,
     }
     if address == "local":
-        cpus = num_workers * resources.get("CPU", 0) + SPARE_CPUS
-        defaults["num_cpus"] = max(os.cpu_count(), int(cpus))
+        defaults["num_cpus"] = max(os.cpu_count(), num_cpus)
         defaults["dashboard_host"] = "127.0.0.1"  # it runs code for whoever opens it
         defaults["include_dashboard"] = True
         defaults["dashboard_port"] = _free_port()
@@ -174,16 +188,17 @@ def _connect(num_workers: int, resources: dict[str, float], options: dict) -> st
     os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = str(int(address != "local"))
     try:
         if ":" in address and "//" not in address:  # Ray itself tries for two minutes
-            host, port = address.rsplit(":", 1)
-            socket.create_connection((host, int(port)), timeout=10).close()
+            socket.create_connection(address.rsplit(":", 1), timeout=10).close()
         context = ray.init(**options)
-    except (OSError, ValueError):  # Ray's ConnectionError is an OSError
-        if address == "local":
+    except (OSError, ValueError) as error:  # Ray's ConnectionError is an OSError
+        about_address = isinstance(error, OSError) or "address" in str(error)
+        if address == "local" or not about_address:
             raise
         raise ConnectionError(
             f"No Ray cluster answers at RAY_ADDRESS={address}: start it, correct the "
             "address, or unset RAY_ADDRESS to start Ray on this machine."
         ) from None
+    _own_ray = address == "local"
     logging.getLogger("ray.train").setLevel(logging.WARNING)
     logging.getLogger("ray.data").setLevel(logging.ERROR)  # else a plan per execution
     return f"http://{context.dashboard_url}" if context.dashboard_url else "off"
@@ -198,17 +213,31 @@ def _free_port(first: int = 8265) -> int:
     raise OSError(f"All ports from {first} to {first + 999} are in use: free one.")
 
 
-def default_resources() -> dict[str, float]:
-    """What Ray Train's workers ask for unless told otherwise, by run mode."""
-    import torch
+def use_gpu() -> bool:
+    """Whether workers get GPUs: in full mode, where the cluster has any or adds nodes.
 
-    if settings.mode() == "full" and torch.cuda.is_available():
-        return {"CPU": 1, "GPU": 1}
-    return {"CPU": 1}
+    To be called after `start_ray`: it is not this machine that counts, as the head of a
+    cluster may have none. There, set WORKSHOP_MODE=full, as "auto" looks at this machine.
+    """
+    if settings.mode() != "full" or not ray.is_initialized():
+        return settings.device().type == "cuda"
+    return grows() or ray.cluster_resources().get("GPU", 0) > 0
+
+
+def default_resources() -> dict[str, float]:
+    """What Ray Train's workers ask for unless told otherwise; call it after `start_ray`."""
+    return {"CPU": 1, "GPU": 1} if use_gpu() else {"CPU": 1}
+
+
+def grows() -> bool:
+    """Whether the cluster adds nodes when they are asked for."""
+    return _is_autoscaling() and not _own_ray
 
 
 def _is_autoscaling() -> bool:
-    on_anyscale = any(name.startswith("ANYSCALE_") for name in os.environ)
+    on_anyscale = (
+        "ANYSCALE_CLUSTER_ID" in os.environ
+    )  # a laptop may hold other ANYSCALE_*
     return os.environ.get("WORKSHOP_AUTOSCALING", str(int(on_anyscale))) == "1"
 
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 class Comms:
     """Collectives that one rank took part in.
 
-    calls: how often, by name ("allreduce", "broadcast", "allgather", ...).
+    calls: how often, by name, a key of `RING` ("allreduce", "broadcast", "allgather", ...).
     payload: bytes of the tensors that the rank handed in, by name.
     """
 
@@ -26,8 +26,6 @@ class Comms:
         The payload is measured; what a ring makes of it is `RING`. In a broadcast or a
         reduce the ranks send unequal amounts: there it is the mean over the ranks.
 
-        Raises:
-            KeyError: a collective was counted that has no entry in `RING`.
         """
         return sum(RING[name](world_size) * n for name, n in self.payload.items())
 
@@ -36,9 +34,11 @@ class count_comms(TorchDispatchMode):
     """Count the collectives that this thread starts inside a `with` block.
 
     `with count_comms() as comms:` gives a `Comms`. Collectives of c10d and of the
-    functional API are seen, also those that DDP's reducer starts from C++ during the
-    backward pass on a CPU; on a GPU that pass runs in another thread, and a DDP
-    communication hook counts instead.
+    functional API that have an entry in `RING` are seen, others (a barrier, a receive)
+    are not. The backward pass counts too, with what DDP's reducer starts from C++; on a
+    GPU it runs in a thread of its own, to which autograd hands the modes of this one
+    (`ATen/ThreadLocalState.h`). Every operation passes through Python meanwhile: time
+    nothing inside the block.
     """
 
     def __init__(self) -> None:

@@ -1,15 +1,94 @@
-"""What can be wrong with a run that streams from files, found before it starts."""
+"""What can be wrong with a run, its folder and its files, found before it starts."""
 
+import contextlib
+import os
 import tempfile
+import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from utils.cluster import grows  # first: it sets what Ray reads at import
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import ray
 from pyarrow import fs
+from ray.train import UserCallback
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from utils.settings import storage_path
+
+
+class NoRestartOnBadInput(UserCallback):
+    """For `RunConfig(callbacks=[...])`: a restart is for workers that died.
+
+    Bad input, for which a worker raises a ValueError, or which a task of Ray Data cannot
+    read or decode, would fail again: the run ends at once, although `FailureConfig` allows
+    a restart.
+    """
+
+    def after_exception(self, run_context, worker_exceptions) -> None:
+        """Raises the first such error. Runs in Ray Train's controller."""
+        unreadable = (OSError, pa.ArrowException, ray.exceptions.UserCodeException)
+        for error in worker_exceptions.values():
+            in_task = isinstance(error, ray.exceptions.RayTaskError)
+            if isinstance(error, ValueError) or (
+                in_task and isinstance(error.cause, (ValueError, *unreadable))
+            ):
+                raise error
+
+
+def check_counts(**counts: int | None) -> None:
+    """Check that numbers of the command line, such as `epochs`, are at least 1 if given.
+
+    Raises:
+        ValueError: one of them is not.
+    """
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option} is {count}, but has to be at least 1.")
+
+
+def find_run(name: str, folder: Path | None, resume: bool) -> tuple[str, Path]:
+    """Name and folder of a run: Ray resumes a run that has both in common with it.
+
+    Without a `folder` it is a new run in `storage_path()`.
+
+    Raises:
+        ValueError: there is nothing to resume from, a run that is not to be resumed, or
+            `folder` is an address instead of a folder.
+        OSError: the run to resume is not there, or `folder` cannot be written to.
+    """
+    if not folder:
+        if resume:
+            raise ValueError(
+                "--resume needs --checkpoint-dir: say where to resume from."
+            )
+        return f"{name}_{time.strftime('%Y-%m-%d_%H-%M-%S')}", storage_path()
+    if ":/" in str(folder):
+        raise ValueError(
+            f"--checkpoint-dir {folder} is an address, and has to be a folder, on several "
+            "nodes one that all of them mount: name such a folder."
+        )
+    folder = folder.expanduser().absolute()
+    exists = (folder / name).exists()
+    if resume and not exists:
+        raise OSError(f"There is no run in {folder} to resume: leave out --resume.")
+    if exists and not resume:
+        raise ValueError(
+            f"{folder} holds an earlier run: add --resume to go on from it, or name "
+            "another folder."
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise OSError(
+            f"The folder {folder} cannot be written to ({error.strerror}): name another."
+        ) from None
+    return name, folder
 
 
 def find_parquet(path: str) -> tuple[fs.FileSystem, list[str]]:
@@ -111,9 +190,13 @@ def check_batch_size(batch_size: int, num_rows: int, num_workers: int) -> None:
 def check_spare_cpus(num_workers: int) -> None:
     """Check that a CPU is left for Ray Data when every worker has taken one.
 
+    On a cluster that adds nodes when they are asked for, nothing is checked.
+
     Raises:
         RuntimeError: none is left; reading and decoding would wait for ever.
     """
+    if grows():
+        return
     cpus = ray.cluster_resources().get("CPU", 0)
     if cpus < num_workers + 1:
         raise RuntimeError(
@@ -124,35 +207,35 @@ def check_spare_cpus(num_workers: int) -> None:
 
 
 def check_shared(folder: str | Path) -> None:
-    """Check that every node of the cluster sees the same files in `folder`.
+    """Check that every node of the cluster sees what this process sees in `folder`.
+
+    `folder` may be a file, too. Nothing is checked where there is one node, or where
+    `folder` is an address (s3://, gs://).
 
     Raises:
-        OSError: a node does not see a file that this process has just written there.
+        OSError: a node does not see a file that is there, written now if that is possible.
     """
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".shared-") as file:
-        text = uuid.uuid4().hex
-        Path(file.name).write_text(text)
-
-        @ray.remote(num_cpus=0, max_retries=0)
-        def sees_it() -> bool:
-            path = Path(file_name)
-            return path.exists() and path.read_text() == text
-
-        file_name = file.name
-        nodes = [node for node in ray.nodes() if node["Alive"]]
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    if len(nodes) < 2 or "://" in str(folder):
+        return
+    folder = Path(folder).expanduser().absolute()
+    there = marker = folder / f".shared-{uuid.uuid4().hex}"
+    try:
+        marker.touch()
+    except OSError:  # data that may only be read: any file of it
+        there = next(folder.iterdir(), folder) if folder.is_dir() else folder
+    look = ray.remote(num_cpus=0, max_retries=0)(os.path.exists)
+    on_node = [NodeAffinitySchedulingStrategy(n["NodeID"], soft=False) for n in nodes]
+    try:
         seen = ray.get(
-            [
-                sees_it.options(
-                    scheduling_strategy=NodeAffinitySchedulingStrategy(
-                        node["NodeID"], soft=False
-                    )
-                ).remote()
-                for node in nodes
-            ]
+            [look.options(scheduling_strategy=n).remote(str(there)) for n in on_node]
         )
+    finally:
+        with contextlib.suppress(OSError):
+            marker.unlink()
     blind = [n["NodeManagerAddress"] for n, sees in zip(nodes, seen) if not sees]
     if blind:
         raise OSError(
-            f"The storage path {folder} is not shared: node(s) {', '.join(blind)} do not "
-            "see a file written there. Name a folder that all nodes mount, or s3://."
+            f"{folder} is not shared: node(s) {', '.join(blind)} do not see "
+            f"{there.name} in it. Name a folder that all nodes mount."
         )

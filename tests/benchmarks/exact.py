@@ -14,8 +14,8 @@ def measure() -> dict[str, dict]:
     """State bytes and bytes sent of this rank, by strategy, over two ranks."""
     float32 = torch.float32
     found = {"ddp": sharding.ddp(float32)}
-    found["fsdp2"] = sharding.fsdp2(float32, 1, reshard_after_forward=True)
-    found["fsdp2-keep"] = sharding.fsdp2(float32, 1, reshard_after_forward=False)
+    found["fsdp2"] = sharding.fsdp2(float32, 1)
+    found["fsdp2-keep"] = sharding.fsdp2(float32, 1, keep=True)
     for stage in (1, 2, 3):
         sent = sharding.zero(stage, float32, 3)["sent"]  # the first step sends more
         # between two passes, where stage 1 holds whole gradients

@@ -5,7 +5,6 @@ import time
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -99,10 +98,6 @@ def strategies() -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
         return step
 
-    sharded = build()
-    mesh = dist.init_device_mesh("cpu", (world_size,))
-    for module in (*sharded.blocks, sharded):
-        fully_shard(module, mesh=mesh)
     model = build()
     engine, *_ = deepspeed.initialize(
         model=model,
@@ -118,7 +113,7 @@ def strategies() -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
     steps = {
         "DDP": stepper(DDP(build())),
-        "FSDP2": stepper(sharded),
+        "FSDP2": stepper(sharding.shard(build())),
         "ZeRO-3": zero_step,
     }
     first = [mean_loss(step()) for step in steps.values()]
