@@ -5,6 +5,9 @@ PY := .venv/bin/python
 READY := .venv/.ready
 # Also where .venv is not activated: its torchrun, ninja and jupyter-lab, and no others.
 RUN := PATH="$(CURDIR)/.venv/bin:$$PATH" $(PY)
+# One thread per process, as recorded: ranks on one machine share its cores. Notebooks import torch
+# before anything of this repository can say so.
+export OMP_NUM_THREADS ?= 1
 PARTS := $(wildcard 01-*) $(wildcard 02-*) $(wildcard 03-*)
 
 .DEFAULT_GOAL := help
@@ -31,6 +34,17 @@ $(READY): requirements.txt
 	@$(PY) -m ipykernel install --prefix .venv --name python3 --display-name "Python (Ray Train)"
 	@touch $(READY)
 
+# Whoever names a Python gets it, or a sentence, also where .venv has been made with another one.
+ifneq ($(origin PYTHON),file)
+VERSION := import sys; print("%d.%d" % sys.version_info[:2])
+$(READY): | same-python
+.PHONY: same-python
+same-python:
+	@there=$$($(PY) -c '$(VERSION)' 2>/dev/null) || exit 0; \
+	named=$$($(PYTHON) -c '$(VERSION)') || exit 1; \
+	[ "$$there" = "$$named" ] || { echo "The environment in .venv has Python $$there, and $(PYTHON) is Python $$named: delete the folder .venv (your results are in build and stay), then run this again."; exit 1; }
+endif
+
 lab: $(READY) ## open the first notebook in JupyterLab
 	@$(RUN) -m jupyter lab --ServerApp.ip=127.0.0.1 $(if $(filter 0,$(shell id -u)),--allow-root) --LabApp.default_url=/lab/tree/01-ddp-pytorch-only/01_data_parallelism_by_hand.ipynb $(LAB_ARGS)
 
@@ -49,8 +63,9 @@ bench: $(READY) ## measure ratios, and write tests/benchmarks/RESULTS.md
 lint: $(READY) ## check style and format
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check .
 
-doctor: $(READY) ## say what this machine can run, and how to mend what it cannot
-	@$(RUN) -m utils.doctor
+# Installs nothing: it says what is missing.
+doctor: ## say what this machine can run, and how to mend what it cannot
+	@if [ -x $(PY) ]; then $(RUN) -m utils.doctor; else $(PYTHON) -m utils.doctor; fi
 
-clean: ## remove .venv and everything that was built
+clean: ## remove .venv and build, with the checkpoints and downloaded data in build/storage
 	@rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .hypothesis

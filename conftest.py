@@ -1,7 +1,6 @@
 """What every test and compared notebook runs in: CPU, one thread, own Ray and folder."""
 
 import importlib
-import json
 import os
 import shutil
 import sysconfig
@@ -12,9 +11,7 @@ from collections import Counter
 from nbval.plugin import IPyNbFile
 
 from tests import scripts
-from tests.notebooks import RECORDING_ENVIRONMENT, ROOT, end_left_over
-
-SECONDS = ROOT / "build" / "seconds.json"
+from tests.notebooks import RECORDING_ENVIRONMENT, end_left_over, note_seconds
 
 os.environ.update(RECORDING_ENVIRONMENT)
 importlib.import_module("utils.cluster")  # before Ray: it sets what that reads
@@ -32,16 +29,16 @@ def pytest_unconfigure(config):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Say where the time went: seconds per file; per test in a file, for `make bench`."""
+    """Say where the time went: seconds per file; per cell, in a file for `make bench`."""
     by_test, by_file = Counter(), Counter()
     for reports in terminalreporter.stats.values():
         for report in reports:
             if hasattr(report, "duration"):
                 by_test[report.nodeid] += report.duration
                 by_file[report.nodeid.split("::")[0]] += report.duration
-    if any(".ipynb" in name and (ROOT / name).exists() for name in by_file):
-        SECONDS.parent.mkdir(exist_ok=True)
-        SECONDS.write_text(json.dumps(by_test, indent=1))
+    if any(".ipynb" in name for name in by_file):
+        failed = {r.nodeid for r in terminalreporter.stats.get("failed", [])}
+        note_seconds({n: s for n, s in by_test.items() if n not in failed})
     if len(by_file) > 1:
         terminalreporter.section("seconds per file")
         for name, total in by_file.most_common():

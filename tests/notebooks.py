@@ -5,6 +5,8 @@ python -m tests.notebooks record [NOTEBOOK ...]    # execute in place, save outp
 """
 
 import argparse
+import hashlib
+import json
 import os
 import re
 import sys
@@ -22,6 +24,7 @@ from tqdm import tqdm
 ROOT = Path(__file__).parent.parent
 CELL_TIMEOUT_S = 300
 PROOF = "Proved: "
+SECONDS = ROOT / "build" / "seconds_per_cell.json"  # of runs under nbval
 NAVIGATION = re.compile(r"^.*<!-- navigation -->.*\n*", re.MULTILINE)
 # What a recorded notebook and its comparison have in common: CPU, one thread, own Ray.
 RECORDING_ENVIRONMENT = {
@@ -34,6 +37,43 @@ RECORDING_ENVIRONMENT = {
 def all_notebooks() -> list[Path]:
     """The notebooks in reading order; a part's solutions come last."""
     return sorted(ROOT.glob("0[123]-*/*.ipynb"))
+
+
+def note_seconds(by_test: dict[str, float]) -> None:
+    """Keep the seconds per cell of all notebooks that a run under nbval has executed whole.
+
+    Of the others stays what an earlier run noted; `noted_seconds` drops what is stale.
+    """
+    noted = json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
+    for path in all_notebooks():
+        sources = _code(path)
+        name = path.relative_to(ROOT).as_posix()
+        cells = [f"{name}::Cell {number}" for number in range(len(sources))]
+        if all(cell in by_test for cell in cells):
+            seconds = [by_test[cell] for cell in cells]
+            noted[name] = {"sources": _digest(sources), "seconds": seconds}
+            SECONDS.parent.mkdir(exist_ok=True)
+            SECONDS.write_text(json.dumps(noted, indent=1))
+
+
+def noted_seconds() -> dict[str, list[tuple[str, float]]]:
+    """Source and seconds of every cell, by notebook, where it has not changed since."""
+    noted = json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
+    found = {}
+    for path in all_notebooks():
+        name, sources = path.relative_to(ROOT).as_posix(), _code(path)
+        if noted.get(name, {}).get("sources") == _digest(sources):
+            found[name] = list(zip(sources, noted[name]["seconds"]))
+    return found
+
+
+def _code(path: Path) -> list[str]:
+    cells = nbformat.read(path, as_version=4).cells
+    return [cell.source for cell in cells if cell.cell_type == "code"]
+
+
+def _digest(sources: list[str]) -> str:
+    return hashlib.sha256(json.dumps(sources).encode()).hexdigest()
 
 
 def proofs(notebook: nbformat.NotebookNode) -> list[str]:

@@ -1,10 +1,14 @@
 """The benchmark's statistics, and its table: no timing is tested here."""
 
+import json
+
+import nbformat
 import numpy as np
 import pytest
 
+from tests import notebooks
 from tests.benchmarks import __main__ as benchmark
-from tests.benchmarks import executing, report
+from tests.benchmarks import executing, report, streaming
 from tests.benchmarks.__main__ import FOLDER, main
 from tests.benchmarks.ratios import MET, MISSED, NOT_DECIDED, Ratio, interleave, ratio
 from tests.benchmarks.rows import Row
@@ -70,6 +74,82 @@ def test_cells_that_only_import_or_start_ray_are_start_up():
     assert executing.is_start_up("start_ray(2)")
     assert not executing.is_start_up("start_ray(2)\nresult = fit()")
     assert not executing.is_start_up("print(1)")
+
+
+@pytest.mark.parametrize(
+    ("kept", "spilled", "verdict"),
+    [(0.01, 0, MET), (0.9, 0, MISSED), (0.1, 0, NOT_DECIDED), (0.01, 5, MISSED)],
+)
+def test_memory_that_is_kept_is_seen(kept, spilled, verdict):
+    noise = 5e6 * np.random.default_rng(0).standard_normal([2, 10])
+    small, large = np.add(noise, [[20e6], [20e6 + kept * 252e6]])
+    row = streaming.memory_row(
+        small.astype(int), large.astype(int), 252_000_000, spilled
+    )
+    assert json.loads(json.dumps(vars(row))) == vars(row)  # as it goes into the file
+    assert row.verdict == verdict
+    assert float(row.value) == pytest.approx(kept, abs=0.03)
+    assert f"{spilled} bytes spilled" in row.note
+    assert "with D = 84 MB" in row.note
+
+
+def notebook(path, *sources):
+    cells = [nbformat.v4.new_code_cell(source) for source in sources]
+    cells.insert(0, nbformat.v4.new_markdown_cell("# Title"))
+    path.parent.mkdir(exist_ok=True)
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
+
+
+@pytest.fixture
+def three_notebooks(tmp_path, monkeypatch):
+    """Two lessons and a notebook of solutions, each of two cells."""
+    monkeypatch.setattr(notebooks, "ROOT", tmp_path)
+    monkeypatch.setattr(executing, "ROOT", tmp_path)
+    monkeypatch.setattr(notebooks, "SECONDS", tmp_path / "build" / "seconds.json")
+    for name in ("a", "b", "solutions"):
+        notebook(
+            tmp_path / "01-part" / f"{name}.ipynb", "import torch", f"print('{name}')"
+        )
+    monkeypatch.setattr(executing, "FIRST", "01-part/a.ipynb")
+    return tmp_path / "01-part"
+
+
+def took(name, *seconds):
+    return {f"01-part/{name}.ipynb::Cell {i}": s for i, s in enumerate(seconds)}
+
+
+def test_seconds_of_notebooks_are_kept_until_they_change(three_notebooks):
+    notebooks.note_seconds(took("a", 1.0, 3.0) | took("solutions", 9.0, 9.0))
+    notebooks.note_seconds(took("b", 2.0, 2.0) | {"tests/test_a.py::test": 5.0})
+    notebooks.note_seconds(took("a", 7.0))  # a run that was cut short, or failed
+    first, second = executing.rows()  # and not the solutions
+    assert (first.value, first.note) == ("1.33", "4 s under nbval, 25% of it start-up")
+    assert (second.value, second.note) == (
+        "2.00",
+        "4 s under nbval, 50% of it start-up",
+    )
+    notebook(three_notebooks / "b.ipynb", "import torch", "print('changed')")
+    kept, missing = executing.rows()
+    assert kept == first
+    assert (missing.value, missing.bar, missing.verdict) == ("1", "", "")
+    assert "were not executed under nbval since they changed" in missing.what
+
+
+def test_every_part_names_its_own_machine_and_minutes():
+    """A part that is measured later, elsewhere, says nothing about the others."""
+    machine = {"cores": 2, "processor": "a", "python": "3", "torch": "2", "ray": "1"}
+    other = machine | {"cores": 64}
+    parts = {
+        "exact": {
+            "machine": machine,
+            "seconds": 60,
+            "rows": [vars(Row(6, "", "", ""))],
+        },
+        "steps": {"machine": other, "seconds": 90, "rows": [vars(Row(8, "", "", ""))]},
+    }
+    table = report.markdown({"parts": parts})
+    assert "| exact | 6 | 1.0 | 2 cores (a), Python 3, torch 2, Ray 1 |" in table
+    assert "| steps | 8 | 1.5 | 64 cores (a), Python 3, torch 2, Ray 1 |" in table
 
 
 def test_the_table_says_what_the_json_file_says():

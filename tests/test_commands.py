@@ -17,47 +17,95 @@ import pytest
 from tests import notebooks
 
 README = notebooks.ROOT / "README.md"
-# Where each command of the README runs, besides the reader's terminal.
+CI = (notebooks.ROOT / ".ci" / "run").read_text().splitlines()
+# Where each command of the README runs besides the reader's terminal: in a test, or in CI.
 RUN_BY = {
-    "git clone": "needs a network; CI starts from a fresh clone",
-    "make lab": "test_lab_serves_the_first_notebook",
-    "make test": "CI",
-    "make lint": "CI",
-    "make setup": "CI, and tests/test_setup.py",
-    "make tour": "test_tour_prints_what_was_proved",
-    "make record": "test_record_saves_clean_outputs",
-    "make bench": "tests/test_benchmarks.py, in part: all of it takes 20 minutes",
-    "make doctor": "tests/test_doctor.py",
-    "make clean": "tests/test_setup.py",
-    "python -m utils.doctor": "tests/test_doctor.py",
-    "pytest --nbval": "CI",
-    "torchrun --nproc_per_node=4 train_ddp.py --epochs 3": "tests/test_scripts.py",
-    "python train_ray_ddp.py --num-workers 4 --epochs 3": "tests/test_scripts.py",
-    "./launch_multinode_ddp.sh": "tests/test_scripts.py",
-    "pip install -r requirements.txt": "CI, through make setup",
-    "cd": "not a program",
-    "make": "tests/test_environment.py",
+    "make": "test_environment.py::test_make_alone_prints_every_target",
+    "make lab": "test_commands.py::test_lab_serves_the_first_notebook",
+    "make test": "CI: make test",
+    "make lint": "CI: make lint",
+    "make setup": "test_setup.py::test_first_call_installs_and_the_second_does_nothing",
+    "make tour": "test_commands.py::test_tour_prints_what_was_proved",
+    "make record": "test_commands.py::test_record_saves_clean_outputs",
+    "make bench": "test_benchmarks.py::test_bytes_are_what_the_formulas_say",
+    "make doctor": "test_setup.py::test_doctor_installs_nothing",
+    "make clean": "test_setup.py::test_clean_removes_what_was_made_and_nothing_else",
+    "pytest --nbval 01-ddp-pytorch-only": "CI: make test",
+    "torchrun --nproc_per_node=4 train_ddp.py --epochs 3": (
+        "test_scripts.py::test_both_scripts_learn"
+    ),
+    "python train_ray_ddp.py --num-workers 4 --epochs 3": (
+        "test_scripts.py::test_both_scripts_learn"
+    ),
+    "./launch_multinode_ddp.sh --epochs 3": (
+        "test_scripts.py::test_nodes_are_launched_over_ssh"
+    ),
+    "pip install -r requirements.txt": (
+        "test_setup.py::test_first_call_installs_and_the_second_does_nothing"
+    ),
+}
+# A network, a name, and what the tests do by naming .venv/bin.
+NOT_RUN = {
+    "git clone <this repository>",
+    "cd <its folder>",
+    "source .venv/bin/activate",
 }
 
 
-def commands() -> list[str]:
-    blocks = re.findall(
-        r"```(?:bash|sh|console)\n(.*?)```", README.read_text(), re.DOTALL
-    )
-    lines = [line.split("  #")[0].strip() for b in blocks for line in b.splitlines()]
-    return [line for line in lines if line and not line.startswith("#")]
+def commands(text: str) -> list[tuple[str, Path]]:
+    """The commands of a page in Markdown, and the folder in which each is typed."""
+    found = []
+    for block in re.findall(r"```(?:bash|sh|console)\n(.*?)```", text, re.DOTALL):
+        folder = README.parent
+        for line in block.splitlines():
+            for command in re.split(r"&&|;|\|", line.split("  #")[0]):
+                if (command := command.strip()) and not command.startswith("#"):
+                    found.append((command, folder))
+                    if command.startswith("cd ") and command not in NOT_RUN:
+                        folder = (folder / command.removeprefix("cd ")).resolve()
+    return found
+
+
+def is_run(command: str, folder: Path) -> bool:
+    """Whether a test or CI runs this very command, or it enters a folder that exists."""
+    command = re.sub(r"^(?:[A-Z_]+=(?:\"[^\"]*\"|\S*) )+", "", command)
+    if command.startswith("make "):
+        command = re.sub(r"( [A-Z_]+=\S+)+$", "", command)
+    if command.startswith("cd ") and (folder / command.removeprefix("cd ")).is_dir():
+        return True
+    return command in RUN_BY or command in NOT_RUN
+
+
+COMMANDS = commands(README.read_text())
 
 
 def test_the_readme_has_commands():
-    assert {"make lab", "make test"} <= set(commands())
+    assert {"make lab", "make test"} <= {command for command, _ in COMMANDS}
 
 
-@pytest.mark.parametrize("command", commands())
-def test_every_command_of_the_readme_is_run(command):
-    bare = re.sub(r"^(?:[A-Z_]+=(?:\"[^\"]*\"|\S*) )+", "", command)
-    assert any(bare == known or bare.startswith(f"{known} ") for known in RUN_BY), (
-        command
-    )
+@pytest.mark.parametrize(("command", "folder"), COMMANDS, ids=[c for c, _ in COMMANDS])
+def test_every_command_of_the_readme_is_run(command, folder):
+    assert is_run(command, folder), command
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["make frobnicate", "make lab && rm -rf .", "cd nowhere", "torchrun train_ddp.py"],
+)
+def test_a_command_that_nothing_runs_is_seen(line):
+    assert not all(is_run(*each) for each in commands(f"```bash\n{line}\n```"))
+
+
+@pytest.mark.parametrize("command", RUN_BY)
+def test_what_runs_a_command_exists(command):
+    place, _, name = RUN_BY[command].partition("::")
+    if place.startswith("CI: "):
+        assert place.removeprefix("CI: ") in CI
+    else:
+        assert f"\ndef {name}(" in (notebooks.ROOT / "tests" / place).read_text()
+    if command.startswith("make "):
+        makefile = (notebooks.ROOT / "Makefile").read_text()
+        assert f"\n{command.removeprefix('make ')}: " in makefile
 
 
 def test_lab_serves_the_first_notebook():

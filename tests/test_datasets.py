@@ -1,7 +1,10 @@
 """The shipped digits, and what is downloaded: once, by rank 0, or one sentence."""
 
+import errno
+import http.client
 import os
 import time
+import urllib.error
 from pathlib import Path
 
 import numpy as np
@@ -119,6 +122,83 @@ def test_no_network_reaches_every_rank():
     answers = run_ranks(train, 3, timeout=60)
     assert len({message for message, _ in answers}) == 1
     assert "use the dataset 'digits'" in answers[0][0]
+
+
+def fails_with(error):
+    """A class like torchvision's that fails where it downloads."""
+
+    class Failing(Dataset):
+        def __init__(self, root, train, transform, download):
+            raise error
+
+    return Failing
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+def test_no_room_is_not_called_no_network(storage, code):
+    failing = fails_with(OSError(code, os.strerror(code)))
+    with pytest.raises(
+        OSError, match=r"cannot be written to .*set WORKSHOP_STORA"
+    ) as e:
+        datasets._from_torchvision(failing, "train")
+    assert f"{storage / 'datasets'} ({os.strerror(code)})" in str(e.value)
+    assert "network" not in str(e.value)
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        urllib.error.URLError("timed out"),
+        http.client.IncompleteRead(b""),
+        ConnectionResetError("reset by peer"),
+        RuntimeError("File not found or corrupted."),  # a wrong file was downloaded
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_download_that_breaks_is_called_no_network(error):
+    with pytest.raises(
+        OSError, match=r"could not be downloaded .*connect to a network"
+    ):
+        datasets._from_torchvision(fails_with(error), "train")
+
+
+def damage_mnist(storage, content):
+    folder = storage / "datasets" / "MNIST" / "raw"
+    folder.mkdir(parents=True)
+    for name, _ in tv.MNIST.resources:
+        (folder / name.removesuffix(".gz")).write_bytes(content)
+    return folder.parent
+
+
+CUT = bytes([0, 0, 8, 3, 0, 0, 0xEA, 0x60, 0, 0, 0, 28, 0, 0, 0, 28, 1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    "content", [b"", CUT, b"<html>"], ids=["empty", "cut", "other"]
+)
+def test_damaged_download_is_named(storage, content):
+    folder = damage_mnist(storage, content)
+    with pytest.raises(OSError, match=r"is damaged .*delete this folder") as e:
+        datasets.mnist()
+    assert f"downloaded to {folder} is" in str(e.value)
+    assert "network" not in str(e.value)
+    assert "\n" not in str(e.value)
+
+
+def test_damaged_download_reaches_every_rank(storage):
+    """An error of any type: the other ranks would wait for ever."""
+    damage_mnist(storage, b"")
+
+    def train():
+        dist.init_process_group("gloo")
+        answer = without_network(datasets.mnist)
+        dist.destroy_process_group()
+        return answer
+
+    answers = run_ranks(train, 2, timeout=60)
+    assert len({message for message, _ in answers}) == 1
+    assert "is damaged" in answers[0][0]
 
 
 class Fake(Dataset):

@@ -117,7 +117,7 @@ def test_builds_that_do_not_fit_each_other(monkeypatch):
     result = doctor.torch_build()
     assert result.state == "FAIL"
     assert "operator torchvision::nms does not exist" in result.found
-    assert "make clean setup" in result.mend
+    assert "`rm -rf .venv && make setup`" in result.mend
 
 
 @pytest.mark.parametrize(
@@ -149,12 +149,51 @@ def test_low_disk_and_memory(monkeypatch):
     )
 
 
+@pytest.mark.parametrize(
+    ("limit", "cache", "free"),
+    [("8e9", "5e9", 6.0), ("8e9", "0", 1.0), ("max", "0", 9.0)],
+)
+def test_memory_of_a_container(monkeypatch, tmp_path, limit, cache, free):
+    """What it may use, less what it uses; files in memory make room when it is needed."""
+    limit = limit if limit == "max" else str(int(float(limit)))
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    (tmp_path / "memory.current").write_text("7000000000\n")
+    statistics = f"anon 1\nactive_file 3\ninactive_file {int(float(cache))}\nslab 1\n"
+    (tmp_path / "memory.stat").write_text(statistics)
+    monkeypatch.setattr(doctor, "CGROUP", tmp_path)
+    machine = SimpleNamespace(available=9e9)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: machine)
+    assert doctor.memory().found == f"{free:.1f} GB free"
+    assert doctor.memory().state == ("ok" if free > doctor.MEMORY_GB else "FAIL")
+
+
+def test_a_reader_that_stops_reading_sees_no_traceback():
+    """As in `python -m utils.doctor | head -1`."""
+    code = "import sys, runpy; sys.stdout.reconfigure(line_buffering=True); "
+    code += "sys.stdin.read(); runpy.run_module('utils.doctor', run_name='__main__')"
+    job = subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    job.stdout.close()
+    job.stdin.close()
+    assert job.stderr.read() == b""
+    assert job.wait(timeout=60) == 1
+    job.stderr.close()
+
+
 def test_results_cannot_be_written(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("WORKSHOP_STORAGE", str(tmp_path / "file" / "folder"))
     result = doctor.disk()
     assert result.state == "FAIL"
     assert "set WORKSHOP_STORAGE to a folder you can write to" in result.mend
+    monkeypatch.setenv("WORKSHOP_STORAGE", "s3://bucket/folder")
+    assert doctor.disk().state == "FAIL"
+    assert "must be a folder" in doctor.disk().mend
 
 
 def test_no_compiler(monkeypatch, tmp_path):

@@ -1,5 +1,6 @@
 """What is installed is what requirements.txt says, and `make` says what there is."""
 
+import ast
 import json
 import re
 import shutil
@@ -9,10 +10,13 @@ import sysconfig
 from importlib import metadata
 from pathlib import Path
 
+import nbformat
 import pytest
+from IPython.core.inputtransformer2 import TransformerManager
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
-from tests.notebooks import ROOT
+from tests.notebooks import ROOT, all_notebooks
 from utils import doctor
 
 LINES = (ROOT / "requirements.txt").read_text().splitlines()
@@ -43,6 +47,41 @@ def test_every_package_is_pinned_and_has_a_reason():
         operators = [specifier.operator for specifier in package.specifier]
         assert operators == ["<" if package.name == "jsonschema" else "=="], package
         assert len(reason.split()) >= 2, f"{package}: why is it there?"
+
+
+def imported(source):
+    """The top-level names that a script, or a cell of a notebook, imports."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield node.module.partition(".")[0]
+
+
+def sources():
+    """Every script and every cell of code, with the file that it is of."""
+    for path in (*ROOT.glob("*.py"), *ROOT.glob("utils/**/*.py")):
+        yield path, path.read_text()
+    for path in (*ROOT.glob("tests/**/*.py"), *ROOT.glob("0*/*.py")):
+        yield path, path.read_text()
+    for path in all_notebooks():
+        for cell in nbformat.read(path, as_version=4).cells:
+            if cell.cell_type == "code":
+                yield path, TransformerManager().transform_cell(cell.source)
+
+
+def test_every_package_that_is_imported_is_pinned():
+    """What comes only with another package may go, or change, with that one."""
+    pinned = {canonicalize_name(package.name) for package, _ in packages()}
+    ours = {"utils", "tests"} | {path.stem for path in ROOT.glob("0*/*.py")}
+    known = metadata.packages_distributions()
+    seen = set()
+    for path, source in sources():
+        for name in {*imported(source)} - ours - sys.stdlib_module_names:
+            distributions = {canonicalize_name(each) for each in known[name]}
+            assert distributions & pinned, f"{path} imports {name}: pin its package"
+            seen.add(name)
+    assert {"torch", "numpy", "PIL", "IPython"} <= seen
 
 
 @pytest.mark.parametrize("python", ["3.10", "3.11", "3.12", "3.13"])

@@ -174,6 +174,30 @@ def test_python_that_no_package_supports(clone):
     assert clone.make("setup", "PYTHON=python3.12")[0] == 0
 
 
+def test_a_python_that_is_named_is_not_ignored(clone):
+    """Where .venv has been made with another one, which may hold work of the reader."""
+    clone.program("python3.12", PYTHON.replace("$PRELUDE", "$PRELUDE; $NEWER"))
+    newer = {"NEWER": "import sys; sys.version_info = (3, 12, 1)"}
+    if sys.version_info[:2] == (3, 12):
+        newer["NEWER"] = "import sys; sys.version_info = (3, 13, 1)"
+    clone.make("setup")
+    (clone.folder / ".venv" / "kept").touch()
+    for target in ("setup", "lab"):
+        status, output, calls = clone.make(target, "PYTHON=python3.12", **newer)
+        assert status != 0
+        assert f"has Python {sys.version_info[0]}.{sys.version_info[1]}, and" in output
+        assert "python3.12 is Python 3.1" in output
+        assert "delete the folder .venv" in output
+        assert calls == []
+    assert (clone.folder / ".venv" / "kept").exists()
+    assert clone.make("setup", "PYTHON=python3")[::2] == (0, [])  # the same: nothing
+    assert clone.make("setup")[::2] == (0, [])  # none named: nothing
+    shutil.rmtree(clone.folder / ".venv")
+    status, output, calls = clone.make("setup", "PYTHON=python3.12", **newer)
+    assert status == 0, output
+    assert INSTALL in calls
+
+
 def test_full_disk_is_said_before_anything_is_installed(clone):
     prelude = clone.environment["PRELUDE"].replace("50e9", "3e9")
     status, output, calls = clone.make("setup", PRELUDE=prelude)
@@ -217,9 +241,28 @@ def test_uv_is_used_where_it_is(clone):
 @pytest.mark.parametrize("target", ["lab", "test", "tour", "record", "doctor"])
 def test_programs_of_the_environment_come_first(clone, target):
     """A notebook's `!torchrun`, and DeepSpeed's ninja, are those of .venv."""
+    clone.make("setup")
     status, output, calls = clone.make(target)
     assert status == 0, output
     assert calls[-1].startswith(f"PATH={clone.folder}/.venv/bin:")
+
+
+@pytest.mark.parametrize("target", ["lab", "test", "tour", "record"])
+def test_one_thread_per_process_unless_the_reader_says_otherwise(clone, target):
+    """Set before Python starts: notebooks import torch before utils."""
+    clone.program("python3", PYTHON.replace("PATH=$PATH", "PATH=$OMP_NUM_THREADS"))
+    assert clone.make(target)[2][-1] == "PATH=1"
+    assert clone.make(target, OMP_NUM_THREADS="3")[2][-1] == "PATH=3"
+
+
+def test_doctor_installs_nothing(clone):
+    """It says what is missing, also where nothing is there."""
+    status, output, calls = clone.make("doctor")
+    assert status == 0, output
+    assert [call for call in calls if not call.startswith("PATH=")] == [
+        "python -m utils.doctor"
+    ]
+    assert not (clone.folder / ".venv").exists()
 
 
 def test_clean_removes_what_was_made_and_nothing_else(clone):

@@ -1,10 +1,13 @@
 """The generator of image shards: deterministic, streams, survives an interruption."""
 
+import errno
 import io
+import os
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pyarrow as pa
@@ -99,9 +102,35 @@ def test_a_killed_writer_is_continued(tmp_path):
     writer.send_signal(signal.SIGKILL)
     writer.wait()
     assert 3 <= len(contents(folder)) < len(contents(tmp_path / "whole"))
-    (folder / "shard-00040.tmp").write_bytes(b"half a file")  # not read, not in the way
+    old, new = folder / "shard-00040.a.tmp", folder / "shard-00040.b.tmp"
+    for path in (old, new):  # not read, not in the way
+        path.write_bytes(b"half a file")
+    os.utime(old, (0, 0))
     list(write_shards(folder, 2e-3, **SMALL))
     assert contents(folder) == contents(tmp_path / "whole")
+    assert not old.exists()
+    assert new.exists()  # of a run that may be writing it now
+
+
+def test_two_runs_write_the_same_folder_at_once(tmp_path):
+    """Neither writes into the other's half file, nor loses it."""
+    list(write_shards(tmp_path / "whole", SIZE_GB, **SMALL))
+    both = tmp_path / "both"
+    with ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(list, write_shards(both, SIZE_GB, **SMALL)) for _ in "ab"]
+    assert runs[0].result() == runs[1].result()
+    assert contents(both) == contents(tmp_path / "whole")
+    assert list(both.glob("*.tmp")) == []
+
+
+def test_a_disk_that_fills_up_leaves_no_half_file(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("utils.shards.encode_png", full)
+    with pytest.raises(OSError, match="No space left"):
+        list(write_shards(tmp_path, SIZE_GB, **SMALL))
+    assert list(tmp_path.iterdir()) == []
 
 
 @settings(max_examples=25, deadline=None)
@@ -127,9 +156,28 @@ def test_numbers_must_be_positive(tmp_path, wrong):
 def test_other_arguments_in_the_same_folder_are_refused(tmp_path):
     list(write_shards(tmp_path, SIZE_GB, **SMALL))
     before = contents(tmp_path)
-    with pytest.raises(ValueError, match="written with other arguments: name another"):
+    with pytest.raises(ValueError, match="not written with these arguments: name ano"):
         write_shards(tmp_path, SIZE_GB, image_size=29, rows_per_shard=48)
     assert contents(tmp_path) == before
+
+
+def test_a_file_of_somebody_else_is_not_taken_for_a_shard(tmp_path):
+    table = pa.table({"id": [1]}).replace_schema_metadata(None)
+    pq.write_table(table, tmp_path / "shard-00000.parquet", store_schema=False)
+    with pytest.raises(
+        ValueError, match=r"holds shard-00000\.parquet, which was not wr"
+    ):
+        write_shards(tmp_path, SIZE_GB, **SMALL)
+
+
+@pytest.mark.parametrize("size", [0, 1000])
+def test_a_cut_file_is_named(tmp_path, size):
+    path = list(write_shards(tmp_path, SIZE_GB, **SMALL))[1]
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(
+        ValueError, match=r"shard-00001\.parquet is not a whole Parquet f"
+    ):
+        write_shards(tmp_path, SIZE_GB, **SMALL)
 
 
 def test_a_disk_too_small_is_noticed_before_writing(tmp_path):

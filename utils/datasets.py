@@ -5,10 +5,13 @@ shape [channels, height, width] with values from 0 to 1, label an integer from 0
 Text is a Dataset of pairs (tokens, the tokens that follow them).
 """
 
+import errno
 import hashlib
+import http.client
 import io
 import lzma
 import os
+import urllib.error
 from pathlib import Path
 
 import numpy as np
@@ -60,7 +63,8 @@ def mnist(split: str = "train") -> Dataset:
 
     Raises:
         ValueError: `split` is neither "train" nor "test".
-        OSError: it has not been downloaded yet and there is no network.
+        OSError: it has not been downloaded yet and there is no network, there is no
+            room for it, or what was downloaded is damaged.
     """
     return _from_torchvision(tv.MNIST, split)
 
@@ -190,33 +194,57 @@ def _from_torchvision(dataset_class: type, split: str) -> Dataset:
             root, train=split == "train", transform=ToTensor(), download=download
         )
 
-    name = dataset_class.__name__
+    folder = root / dataset_class.__name__
+
+    def complaint() -> str | None:
+        """Open it, which downloads it where it is not yet; what to mend, in a sentence."""
+        try:
+            open_dataset(download=True)
+        except Exception as error:  # a damaged file may raise anything
+            return _what_to_mend(error, folder)
+        return None
+
     if not dist.is_initialized():
-        _raise_if_any([_try(open_dataset)], name)
+        _raise_if_any([complaint()])
     else:
         # Rank 0 first; then the first rank of every other node, for which the file is
         # there already wherever the folder is shared. All ranks learn of a failure.
         local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
         for is_my_turn in (dist.get_rank() == 0, local_rank == 0):
             errors = [None] * dist.get_world_size()
-            error = _try(open_dataset) if is_my_turn else None
-            dist.all_gather_object(errors, error)
-            _raise_if_any(errors, name)
+            dist.all_gather_object(errors, complaint() if is_my_turn else None)
+            _raise_if_any(errors)
     return open_dataset(download=False)
 
 
-def _try(open_dataset) -> str | None:
-    try:
-        open_dataset(download=True)
-    except (OSError, RuntimeError) as error:  # URLError is an OSError
-        return f"{type(error).__name__}: {' '.join(str(error).split())}"
-    return None
+_NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+# What torchvision says in a RuntimeError when no mirror gave it the file.
+_NOT_DOWNLOADED = ("Error downloading", "File not found or corrupted")
 
 
-def _raise_if_any(errors: list[str | None], name: str) -> None:
+def _what_to_mend(error: Exception, folder: Path) -> str:
+    digits = "or use the dataset 'digits', which is here"
+    why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    if isinstance(error, OSError) and error.errno in _NOT_WRITABLE:
+        return (
+            f"{folder.name} cannot be written to {folder.parent} ({error.strerror}): set "
+            f"WORKSHOP_STORAGE to a folder with room that you can write to, {digits}."
+        )
+    from_network = (urllib.error.URLError, http.client.HTTPException)
+    from_network += (ConnectionError, TimeoutError)
+    if isinstance(error, from_network) or str(error).startswith(_NOT_DOWNLOADED):
+        return (
+            f"{folder.name} could not be downloaded ({why}): connect to a network and "
+            "try again, or use the dataset 'digits', which needs none."
+        )
+    folder = folder if folder.exists() else folder.parent
+    return (
+        f"What was downloaded to {folder} is damaged ({why}): delete this folder, so that "
+        f"it is downloaded again, {digits}."
+    )
+
+
+def _raise_if_any(errors: list[str | None]) -> None:
     error = next((e for e in errors if e), None)
     if error:
-        raise OSError(
-            f"{name} could not be downloaded ({error}): connect to a network and try "
-            "again, or use the dataset 'digits', which needs none."
-        )
+        raise OSError(error)

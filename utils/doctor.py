@@ -25,6 +25,7 @@ from utils import settings
 
 REQUIREMENTS = Path(__file__).parent.parent / "requirements.txt"
 DATASET_URL = "https://ossci-datasets.s3.amazonaws.com/mnist/t10k-labels-idx1-ubyte.gz"
+CGROUP = Path("/sys/fs/cgroup")  # what a container may use, on Linux
 MEMORY_GB = 4  # Ray with two workers that train ResNet-18 was measured at 3.8 GB
 DISK_GB = 2  # a checkpoint of ResNet-18 with AdamW's state has 0.13 GB
 
@@ -38,6 +39,7 @@ class Result(NamedTuple):
 
 
 def python() -> Result:
+    """The version of Python, and where it is."""
     fits = (3, 10) <= sys.version_info[:2] <= (3, 13)
     return Result(
         "ok" if fits else "FAIL",
@@ -81,7 +83,7 @@ def requirements() -> list[tuple[str, str, str]]:
 
 def torch_build() -> Result:
     """torch and torchvision fit each other, shown by running an operator of both."""
-    mend = "Install both as pinned, from the same index: `make clean setup`."
+    mend = "Install both as pinned, from the same index: `rm -rf .venv && make setup`."
     try:
         import torch
         import torchvision
@@ -97,6 +99,7 @@ def torch_build() -> Result:
 
 
 def run_mode() -> Result:
+    """What WORKSHOP_MODE means on this machine."""
     try:
         setting = os.environ.get("WORKSHOP_MODE", "not set")
         return Result("ok", f"{settings.mode()} (WORKSHOP_MODE is {setting})")
@@ -105,6 +108,7 @@ def run_mode() -> Result:
 
 
 def cores() -> Result:
+    """CPU cores that this process may use."""
     usable = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))(0)
     if len(usable) > 1:
         return Result("ok", str(len(usable)))
@@ -112,12 +116,18 @@ def cores() -> Result:
 
 
 def memory() -> Result:
+    """Free memory of this machine, or of the container that this is."""
     import psutil
 
     free = psutil.virtual_memory().available / 1e9
-    limit, used = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
-    if limit.exists() and limit.read_text().strip() != "max":  # of this container
-        free = min(free, (int(limit.read_text()) - int(used.read_text())) / 1e9)
+    limit = CGROUP / "memory.max"
+    if limit.exists() and limit.read_text().strip() != "max":
+        used = int((CGROUP / "memory.current").read_text())
+        # Files that were read stay in memory until it is needed for something else.
+        statistics = (CGROUP / "memory.stat").read_text()
+        cache = re.search(r"^inactive_file (\d+)$", statistics, re.MULTILINE)
+        used -= int(cache[1]) if cache else 0
+        free = min(free, (int(limit.read_text()) - used) / 1e9)
     if free >= MEMORY_GB:
         return Result("ok", f"{free:.1f} GB free")
     mend = f"The lessons with Ray need {MEMORY_GB} GB: close other programs."
@@ -128,7 +138,7 @@ def disk() -> Result:
     """Free disk where results go, and where Ray keeps its session."""
     try:
         folders = {settings.storage_path(), Path(os.environ.get("RAY_TMPDIR", "/tmp"))}
-    except OSError as error:
+    except (OSError, ValueError) as error:
         return Result("FAIL", "no place for results", str(error))
     free = {f: shutil.disk_usage(f).free / 1e9 for f in sorted(folders) if f.exists()}
     found = ", ".join(f"{gb:.1f} GB free in {folder}" for folder, gb in free.items())
@@ -167,7 +177,10 @@ def gpus() -> Result:
     elif os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1"):
         why, mend = "hidden by CUDA_VISIBLE_DEVICES", "Unset CUDA_VISIBLE_DEVICES"
     elif torch.version.cuda is None:
-        why, mend = "this torch is built without CUDA", "Run `make clean setup`"
+        why, mend = (
+            "this torch is built without CUDA",
+            "Run `rm -rf .venv && make setup`",
+        )
     else:
         why = f"torch is built for CUDA {torch.version.cuda} and cannot use this driver"
         mend = f"Update the driver to one for CUDA {torch.version.cuda}"
@@ -270,4 +283,7 @@ def _line(error: Exception) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except BrokenPipeError:  # whoever reads this has seen enough, as `head` has
+        os._exit(1)

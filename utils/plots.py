@@ -119,7 +119,9 @@ def images(pictures, labels: Sequence, columns: int = 10) -> None:
     with plt.rc_context(_STYLE):
         rows = -(-len(pictures) // columns)
         size = (columns * 0.75, rows * 0.95)
-        _, axes = plt.subplots(rows, columns, figsize=size, layout="constrained")
+        _, axes = plt.subplots(
+            rows, columns, figsize=size, layout="constrained", squeeze=False
+        )
         for ax in axes.flat:
             ax.axis("off")
         for ax, picture, label in zip(axes.flat, pictures, labels):

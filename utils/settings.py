@@ -11,7 +11,10 @@ T = TypeVar("T")
 
 # One thread per process, as torchrun sets it: ranks on one machine share its cores,
 # and equal threads everywhere make results and times comparable.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+if "OMP_NUM_THREADS" not in os.environ:
+    os.environ["OMP_NUM_THREADS"] = "1"  # read by torch when it is imported
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 # So that `!torchrun` is found also where this Python's environment is not activated.
 _COMMANDS = str(Path(sys.executable).parent)
@@ -79,11 +82,17 @@ def storage_path() -> Path:
     folder that all of them share.
 
     Raises:
+        ValueError: WORKSHOP_STORAGE is an address, as of a bucket, and not a folder.
         OSError: the folder cannot be created or written to.
     """
     shared = Path("/mnt/cluster_storage")
-    if os.environ.get("WORKSHOP_STORAGE"):
-        path = Path(os.environ["WORKSHOP_STORAGE"]).expanduser()
+    if chosen := os.environ.get("WORKSHOP_STORAGE"):
+        if "://" in chosen:
+            raise ValueError(
+                f"WORKSHOP_STORAGE is {chosen!r}, but must be a folder: name one that all "
+                "nodes see, such as a mounted disk or bucket."
+            )
+        path = Path(chosen).expanduser()
     elif shared.is_dir():
         path = shared / "distributed-pytorch"
     else:

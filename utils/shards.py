@@ -4,8 +4,11 @@ A row has three columns: `id` (int64, counts the rows of the whole dataset), `im
 (the bytes of a grayscale PNG) and `label` (int64, 0 to 9).
 """
 
+import contextlib
 import shutil
 import struct
+import time
+import uuid
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +23,8 @@ from utils.datasets import digits
 
 SCHEMA = pa.schema([("id", pa.int64()), ("image", pa.binary()), ("label", pa.int64())])
 BATCH = 32  # images drawn at once, and rows of a Parquet row group: what is in memory
+
+LEFT_OVER_S = 3600  # nobody writes a file any more that has not grown for so long
 
 
 def write_shards(
@@ -38,8 +43,8 @@ def write_shards(
     in memory. A file appears under its name once it is whole.
 
     Raises (all before anything is written):
-        ValueError: a number is not positive, or `folder` holds files that were written
-            with other arguments.
+        ValueError: a number is not positive, or `folder` holds files that were not
+            written with these arguments, or not whole.
         OSError: the disk has no room for `size_gb`, or `folder` cannot be written to.
     """
     arguments = {"size_gb": size_gb, "image_size": image_size, "rows": rows_per_shard}
@@ -49,6 +54,7 @@ def write_shards(
     folder = Path(folder)
     kind = f"{split}, {image_size} pixels, {rows_per_shard} rows".encode()
     there = _shards_there(folder, kind)
+    _remove_left_overs(folder)
     _check_disk(folder, size_gb - sum(path.stat().st_size for path in there) / 1e9)
     images, labels = digits(split).tensors
     return _write(folder, size_gb, image_size, rows_per_shard, kind, images, labels)
@@ -59,23 +65,33 @@ def _write(folder, size_gb, image_size, rows_per_shard, kind, images, labels):
     while written < size_gb * 1e9:
         path = folder / f"shard-{number:05d}.parquet"
         if not path.exists():
-            temporary = path.with_suffix(".tmp")
-            schema = SCHEMA.with_metadata({b"shards": kind})
-            with pq.ParquetWriter(temporary, schema, compression="none") as writer:
-                generator = torch.Generator().manual_seed(number)
-                end = (number + 1) * rows_per_shard
-                for first in range(number * rows_per_shard, end, BATCH):
-                    count = min(BATCH, end - first)
-                    chosen = torch.randint(len(labels), (count,), generator=generator)
-                    pictures = augment(images[chosen], image_size, generator)
-                    ids = list(range(first, first + count))
-                    encoded = [encode_png(picture) for picture in pictures.numpy()]
-                    rows = [ids, encoded, labels[chosen].tolist()]
-                    writer.write_table(pa.table(rows, schema=schema))
-            temporary.rename(path)
+            # A name of its own: another run may be writing the same file.
+            temporary = path.with_suffix(f".{uuid.uuid4().hex}.tmp")
+            try:
+                _write_shard(
+                    temporary, number, image_size, rows_per_shard, kind, images, labels
+                )
+                temporary.replace(path)
+            finally:
+                temporary.unlink(missing_ok=True)
         written += path.stat().st_size
         number += 1
         yield path
+
+
+def _write_shard(path, number, image_size, rows_per_shard, kind, images, labels):
+    schema = SCHEMA.with_metadata({b"shards": kind})
+    with pq.ParquetWriter(path, schema, compression="none") as writer:
+        generator = torch.Generator().manual_seed(number)
+        end = (number + 1) * rows_per_shard
+        for first in range(number * rows_per_shard, end, BATCH):
+            count = min(BATCH, end - first)
+            chosen = torch.randint(len(labels), (count,), generator=generator)
+            pictures = augment(images[chosen], image_size, generator)
+            ids = list(range(first, first + count))
+            encoded = [encode_png(picture) for picture in pictures.numpy()]
+            rows = [ids, encoded, labels[chosen].tolist()]
+            writer.write_table(pa.table(rows, schema=schema))
 
 
 def augment(
@@ -124,12 +140,27 @@ def encode_png(image: np.ndarray) -> bytes:
 
 def _shards_there(folder: Path, kind: bytes) -> list[Path]:
     there = sorted(folder.glob("shard-*.parquet"))
-    if there and pq.read_schema(there[0]).metadata.get(b"shards") != kind:
-        raise ValueError(
-            f"{folder} holds image shards that were written with other arguments: name "
-            "another folder, or delete this one."
-        )
+    for path in there:
+        try:
+            metadata = pq.read_schema(path).metadata or {}
+        except pa.ArrowInvalid:
+            raise ValueError(
+                f"{path} is not a whole Parquet file: delete it, or name another folder."
+            ) from None
+        if metadata.get(b"shards") != kind:
+            raise ValueError(
+                f"{folder} holds {path.name}, which was not written with these arguments: "
+                "name another folder, or delete this one."
+            )
     return there
+
+
+def _remove_left_overs(folder: Path) -> None:
+    """Files of a run that was killed; not of one that writes here now."""
+    for path in folder.glob("shard-*.tmp"):
+        with contextlib.suppress(OSError):  # renamed meanwhile, or of somebody else
+            if time.time() - path.stat().st_mtime > LEFT_OVER_S:
+                path.unlink()
 
 
 def _check_disk(folder: Path, size_gb: float) -> None:

@@ -28,7 +28,7 @@ def main(parts: list[str]) -> int:
     from tests.benchmarks import report
 
     results = report.read(FOLDER) if parts else {"parts": {}}
-    results["machine"] = {
+    machine = {
         "cores": os.cpu_count(),
         "processor": platform.machine(),
         "python": platform.python_version(),
@@ -39,7 +39,11 @@ def main(parts: list[str]) -> int:
         start = time.perf_counter()
         rows = importlib.import_module(f"tests.benchmarks.{part}").rows()
         seconds = time.perf_counter() - start
-        results["parts"][part] = {"seconds": seconds, "rows": [vars(r) for r in rows]}
+        results["parts"][part] = {
+            "machine": machine,
+            "seconds": seconds,
+            "rows": [vars(row) for row in rows],
+        }
         report.write(FOLDER, results)  # after each part, so that nothing is lost
         for row in rows:
             print(f"{row.number:3d}  {row.value:>8s}  {row.verdict:12s} {row.what}")

@@ -1,16 +1,12 @@
 """How much of executing a notebook is start-up: the kernel, the imports, starting Ray."""
 
-import json
 import re
 import subprocess
 import sys
 
-import nbformat
-
 from tests.benchmarks.rows import Row
-from tests.notebooks import ROOT
+from tests.notebooks import ROOT, all_notebooks, noted_seconds
 
-SECONDS = ROOT / "build" / "seconds.json"  # conftest.py writes it after every run
 FIRST = "01-ddp-pytorch-only/01_data_parallelism_by_hand.ipynb"
 
 
@@ -22,31 +18,29 @@ def is_start_up(source: str) -> bool:
 
 
 def rows() -> list[Row]:
-    """Row 10 of the table: of the last `make test`, or of the first notebook now."""
-    if not notebooks():
+    """Row 10 of the table: as runs under nbval noted it, of notebooks as they are now."""
+    if FIRST not in noted_seconds():
         command = [sys.executable, "-m", "pytest", "-q", "--nbval", FIRST]
         subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    seconds = json.loads(SECONDS.read_text())
-    return [row(name, seconds) for name in notebooks() if "solutions" not in name]
+    lessons = [
+        str(p.relative_to(ROOT)) for p in all_notebooks() if p.stem != "solutions"
+    ]
+    noted = noted_seconds()
+    found = [row(name, noted[name]) for name in lessons if name in noted]
+    missing = len(lessons) - len(found)
+    if missing:
+        what = "notebooks that were not executed under nbval since they changed"
+        note = (
+            "`make test` executes all, and `python -m tests.benchmarks executing` reads"
+        )
+        found.append(Row(10, what, "", str(missing), note=note))
+    return found
 
 
-def notebooks() -> list[str]:
-    """The notebooks of which the last run under nbval noted the seconds."""
-    seconds = json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
-    names = {node.split("::")[0] for node in seconds if ".ipynb::" in node}
-    return sorted(name for name in names if (ROOT / name).exists())
-
-
-def row(name: str, seconds: dict[str, float]) -> Row:
-    cells = nbformat.read(ROOT / name, as_version=4).cells
-    sources = [cell.source for cell in cells if cell.cell_type == "code"]
-    by_cell = [seconds.get(f"{name}::Cell {i}", 0.0) for i in range(len(sources))]
-    total = sum(
-        value for node, value in seconds.items() if node.startswith(f"{name}::")
-    )
-    start_up = total - sum(
-        spent for spent, source in zip(by_cell, sources) if not is_start_up(source)
-    )
+def row(name: str, cells: list[tuple[str, float]]) -> Row:
+    """Of one notebook, from the source and the seconds of each cell."""
+    total = sum(seconds for _, seconds in cells)
+    start_up = sum(seconds for source, seconds in cells if is_start_up(source))
     return Row(
         10,
         f"executing {name} over its cells that do not start anything",

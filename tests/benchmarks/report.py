@@ -12,8 +12,10 @@ from utils.plots import COLORS
 
 HEAD = """# Results of `make bench`
 
-Measured on a machine with {cores} cores ({processor}), Python {python}, torch {torch}, Ray
-{ray}, in {minutes:.0f} minutes. Written by `make bench`: do not edit.
+Written by `make bench`, which measures all parts in one run, or by `python -m
+tests.benchmarks PART`, which measures one anew and keeps the others: do not edit.
+
+{parts}
 
 A value is the median of paired ratios, measured in turns (A B B A ...); its interval is a
 95% bootstrap interval. The control is the same for two neighbours of one variant: how far
@@ -36,14 +38,26 @@ def all_rows(results: dict) -> list[dict]:
     return sorted(rows, key=lambda row: row["number"])
 
 
+def where(results: dict) -> str:
+    """Per part: its rows, how long it took, and the machine that it ran on."""
+    lines = ["| part | rows | minutes | measured on |", "|---|---|---|---|"]
+    for name, part in results["parts"].items():
+        numbers = ", ".join(map(str, sorted({row["number"] for row in part["rows"]})))
+        machine = (
+            "{cores} cores ({processor}), Python {python}, torch {torch}, Ray {ray}"
+        ).format(**part["machine"])
+        minutes = part["seconds"] / 60
+        lines.append(f"| {name} | {numbers} | {minutes:.1f} | {machine} |")
+    return "\n".join(lines)
+
+
 def markdown(results: dict) -> str:
-    minutes = sum(part["seconds"] for part in results["parts"].values()) / 60
     keys = ("number", "what", "bar", "value", "interval", "control", "verdict", "note")
     lines = [
         "| " + " | ".join(str(row[key]) for key in keys) + " |"
         for row in all_rows(results)
     ]
-    head = HEAD.format(minutes=minutes, **results["machine"])
+    head = HEAD.format(parts=where(results))
     return head + "\n".join(lines) + "\n\n![Ratios and their bars](ratios.png)\n"
 
 
