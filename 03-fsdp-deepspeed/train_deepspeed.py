@@ -304,6 +304,8 @@ def train_with_ray(args):
     )
     from ray.train.torch import TorchTrainer
 
+    from utils.preflight import NoRestartOnBadInput
+
     try:
         start_ray(args.num_workers)
     except RuntimeError as problem:  # the cluster has no room for so many
@@ -316,6 +318,7 @@ def train_with_ray(args):
             name=f"zero-{time.time_ns()}",  # a name used before would resume that run
             storage_path=str(settings.storage_path()),
             failure_config=FailureConfig(max_failures=1),
+            callbacks=[NoRestartOnBadInput()],
         ),
     )
     try:
@@ -325,11 +328,10 @@ def train_with_ray(args):
 
 
 def stop(problem):
-    """End with one sentence. Rank 0 says it; torchrun then ends the other ranks."""
-    if os.environ.get("RANK", "0") == "0":
-        sys.exit(f"train_deepspeed.py: {problem}")
-    time.sleep(10)
-    sys.exit(1)
+    """End with one sentence: that of rank 0, or of this rank if rank 0 has none."""
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(10)  # where rank 0 ends too, torchrun ends this rank before
+    sys.exit(f"train_deepspeed.py: {problem}")
 
 
 def main():
