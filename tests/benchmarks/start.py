@@ -128,7 +128,7 @@ def _steps_and_reports(folder: str, pool: ThreadPoolExecutor) -> tuple[Row, Row]
     ray_losses, torchrun_losses = by_ray.ask("steps")[1], by_torchrun.ask("steps")[1]
     assert ray_losses == torchrun_losses, "not the same training"
     a, b = interleave(
-        lambda: by_torchrun.ask("steps")[0], lambda: by_ray.ask("steps")[0], pairs=12
+        lambda: by_torchrun.ask("steps")[0], lambda: by_ray.ask("steps")[0], pairs=24
     )
     steps = ratio(a, b)
     by_ray.ask("report")
