@@ -1,6 +1,7 @@
 """The results as a JSON file, a table in Markdown, and a figure of the ratios."""
 
 import json
+import textwrap
 from pathlib import Path
 
 import matplotlib
@@ -83,14 +84,14 @@ def draw(path: Path, rows: list[dict]) -> None:
         ax.plot(ends, [y, y], color=COLORS[0], linewidth=3, label="interval" * first)
         ax.plot(data["value"], y, "o", color=COLORS[0], label="median" * first)
         ax.plot(bar, y, "|", color=COLORS[1], markersize=18, label="bar" * first)
-    labels = [f"{row['number']}  {row['what']}" for row in rows]
+    labels = [textwrap.fill(f"{row['number']}  {row['what']}", 55) for row in rows]
     ax.set_yticks(range(len(rows)), labels, fontsize=8)
     ax.set_xscale("log")
-    ticks = [0.2, 0.5, 1, 2, 5]
+    ticks = [0.5, 1, 2, 5]
     ax.set_xticks(ticks, [str(tick) for tick in ticks])
     ax.minorticks_off()
     ax.invert_yaxis()
     ax.set_xlabel("ratio")
-    ax.legend(fontsize=8)
+    figure.legend(fontsize=8, loc="outside upper right", ncols=4)
     figure.savefig(path, dpi=110)
     plt.close(figure)
