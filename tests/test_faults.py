@@ -134,30 +134,59 @@ def own_ray():
     ray.shutdown()
 
 
-def test_sigkill_of_a_worker(tmp_path):
-    log = tmp_path / "log"
-    killed = when(log, "waits", lambda entry: os.kill(entry["pid"], signal.SIGKILL))
-    result = fit(tmp_path, log, wait_in=2, max_failures=1)
-    assert len(killed) == 1
-    assert [entry["start"] for entry in entries(log, "start")] == [0, 2]
-    assert np.array_equal(result, undisturbed())
+def kill_driver(log, folder):
+    """Fit in another process until it waits; then kill it, and all of its Ray."""
+    code = (
+        "import sys; from pathlib import Path; from tests import test_faults as t\n"
+        "t.start_ray(1); t.ray.cloudpickle.register_pickle_by_value(t)\n"
+        "t.fit(Path(sys.argv[1]), Path(sys.argv[2]), wait_in=1)"
+    )
+    driver = subprocess.Popen(
+        [sys.executable, "-c", code, str(folder), str(log)],
+        cwd=Path(__file__).parent.parent,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.time() + 120
+    while not entries(log, "waits"):
+        assert driver.poll() is None, "the driver ended by itself"
+        assert time.time() < deadline
+        time.sleep(0.1)
+    its_ray = psutil.Process(driver.pid).children(recursive=True)
+    driver.kill()
+    driver.wait()
+    for process in its_ray:  # as when the driver's machine loses its power
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
-def test_sigkill_of_the_controller(tmp_path):
-    """fit() ends with an error; started again, it goes on from the last checkpoint."""
-    log = tmp_path / "log"
+def kill_controller(_):
+    for process in psutil.Process().children(recursive=True):
+        if "TrainController" in " ".join(process.cmdline()):
+            process.kill()
 
-    def kill_controller(_):
-        for process in psutil.Process().children(recursive=True):
-            if "TrainController" in " ".join(process.cmdline()):
-                process.kill()
 
-    killed = when(log, "waits", kill_controller)
+def test_sigkill_of_driver_controller_and_worker(tmp_path):
+    """One run loses all three, one after the other, and each time goes on where it was.
+
+    After the driver and the controller by a new fit() with the same name and storage
+    path; after the worker by itself.
+    """
+    logs = [tmp_path / name for name in ("driver", "controller", "worker")]
+    kill_driver(logs[0], tmp_path)
+
+    killed = when(logs[1], "waits", kill_controller)
     with pytest.raises(ray.exceptions.RayActorError):
-        fit(tmp_path, log, wait_in=2)
+        fit(tmp_path, logs[1], wait_in=2)
     assert len(killed) == 1
-    assert np.array_equal(fit(tmp_path, log), undisturbed())
-    assert [entry["start"] for entry in entries(log, "start")] == [0, 2]
+
+    killed = when(logs[2], "waits", lambda entry: os.kill(entry["pid"], signal.SIGKILL))
+    result = fit(tmp_path, logs[2], wait_in=3, max_failures=1)
+    assert len(killed) == 1
+
+    starts = [[entry["start"] for entry in entries(log, "start")] for log in logs]
+    assert starts == [[0], [1], [2, 3]]
+    assert np.array_equal(result, undisturbed())
 
 
 @pytest.fixture
@@ -202,35 +231,6 @@ def test_storage_that_fills_up_and_turns_read_only(small_disk, tmp_path):
 
     assert np.array_equal(fit(small_disk, log), undisturbed())
     assert [entry["start"] for entry in entries(log, "start")] == [2]
-
-
-def test_sigkill_of_the_driver(tmp_path):
-    """A new driver with the same name and storage path goes on."""
-    log = tmp_path / "log"
-    code = (
-        "import sys; from pathlib import Path; from tests import test_faults as t\n"
-        "t.start_ray(1); t.ray.cloudpickle.register_pickle_by_value(t)\n"
-        "t.fit(Path(sys.argv[1]), Path(sys.argv[2]), wait_in=2)"
-    )
-    driver = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path), str(log)],
-        cwd=Path(__file__).parent.parent,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    deadline = time.time() + 120
-    while not entries(log, "waits"):
-        assert driver.poll() is None, "the driver ended by itself"
-        assert time.time() < deadline
-        time.sleep(0.1)
-    its_ray = psutil.Process(driver.pid).children(recursive=True)
-    driver.kill()
-    driver.wait()
-    for process in its_ray:  # as when the driver's machine loses its power
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    assert np.array_equal(fit(tmp_path, log), undisturbed())
-    assert [entry["start"] for entry in entries(log, "start")] == [0, 2]
 
 
 def test_sigkill_of_a_node(tmp_path, monkeypatch):
