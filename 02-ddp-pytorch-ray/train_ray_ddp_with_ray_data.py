@@ -95,7 +95,7 @@ def decode(batch, on_corrupt="fail"):
 
 
 def read_images(path, on_corrupt):
-    """A Ray Dataset of decoded images, and its number of rows. Nothing is read yet."""
+    """A Ray Dataset of decoded images, and its number of rows. No image is read yet."""
     system, files = preflight.find_parquet(path)
     files, num_rows, corrupt = preflight.check_parquet(
         system, files, COLUMNS, skip_corrupt=on_corrupt == "skip"

@@ -38,7 +38,14 @@ def test_answer_that_raises_gets_the_hint(capsys):
 
 
 def test_no_answer_yet(capsys):
-    assert "replace the three dots" in reply(..., capsys)
+    def untouched(items, rank=0): ...
+
+    def wrong(items):
+        return items
+
+    for answer in (..., untouched):
+        assert "replace the three dots" in reply(answer, capsys)
+    assert "Not yet" in reply(wrong, capsys)
 
 
 def test_unknown_exercise_names_those_there_are():

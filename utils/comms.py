@@ -93,8 +93,8 @@ RING = {
     "send": lambda n: 1,
 }
 # How often a strategy moves all parameters (or gradients) past a rank in one step.
-# A reduce-scatter or an all-gather is one pass, an all-reduce is both.
-PASSES = {
+# A reduce-scatter or an all-gather is one trip over the network, an all-reduce is both.
+TRIPS = {
     "ddp": 2,  # all-reduce gradients
     "zero1": 2,  # reduce gradients to their owners, all-gather parameters
     "zero2": 2,
@@ -105,9 +105,9 @@ PASSES = {
 
 
 def predict(strategy: str, parameter_bytes: int, world_size: int) -> float:
-    """Bytes each rank sends per step: passes times (N - 1) / N times the parameters.
+    """Bytes each rank sends per step: trips times (N - 1) / N times the parameters.
 
-    `strategy` is a key of `PASSES`; gradients are taken to have the parameters' type.
+    `strategy` is a key of `TRIPS`; gradients are taken to have the parameters' type.
     Left out: a few bytes per step for the loss and the gradient norm.
 
     Source: Rajbhandari et al. 2020, "ZeRO", section 7 (arXiv 1910.02054).
@@ -115,9 +115,9 @@ def predict(strategy: str, parameter_bytes: int, world_size: int) -> float:
     Raises:
         ValueError: there is no such strategy.
     """
-    if strategy not in PASSES:
-        raise ValueError(f"No strategy {strategy!r}: choose from {', '.join(PASSES)}.")
-    return PASSES[strategy] * _share(world_size) * parameter_bytes
+    if strategy not in TRIPS:
+        raise ValueError(f"No strategy {strategy!r}: choose from {', '.join(TRIPS)}.")
+    return TRIPS[strategy] * _share(world_size) * parameter_bytes
 
 
 # Of c10d these take the tensor for the result first, and what is sent second.

@@ -24,13 +24,23 @@ def curves(
     xlabel: str = "step",
     ylabel: str = "loss",
     log: bool = False,
+    x: Sequence[float] | None = None,
+    reference: tuple[str, float] | None = None,
 ) -> None:
-    """Lines over their index, one per entry; later ones thinner, so that all are seen."""
+    """Lines over `x`, or over their index; later ones thinner, so that all are seen.
+
+    `reference` is a labelled vertical line.
+    """
     with plt.rc_context(_STYLE):
         _, ax = plt.subplots(figsize=(7, 3.2), layout="constrained")
         for number, (name, values) in enumerate(series.items()):
             width = 1.5 + 2.5 * (len(series) - 1 - number) / max(1, len(series) - 1)
-            ax.plot(range(len(values)), values, label=name, linewidth=width, alpha=0.9)
+            at = range(len(values)) if x is None else x
+            ax.plot(at, values, label=name, linewidth=width, alpha=0.9)
+        if x is None:
+            ax.xaxis.get_major_locator().set_params(integer=True)
+        if reference:
+            ax.axvline(reference[1], color="k", linestyle=":", label=reference[0])
         ax.set(title=title, xlabel=xlabel, ylabel=ylabel)
         if log:
             ax.set_yscale("log")
@@ -104,6 +114,7 @@ def timeline(
                     height=0.6,
                     color=color,
                     edgecolor="w",
+                    linewidth=0.3,  # a wide edge would hide a short span
                 )
                 middle = (start + end) / 2
                 ax.text(
