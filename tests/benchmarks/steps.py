@@ -66,7 +66,7 @@ def scaling(global_batch: int) -> tuple[np.ndarray, np.ndarray]:
         steps = 3 if global_batch < 100 else 1
         return lambda: sum(seconds_of(step) for _ in range(steps)) / steps
 
-    measured = interleave(time_of(both), time_of(alone), pairs=12)
+    measured = interleave(time_of(both), time_of(alone))
     if rank == 0:
         assert abs(losses[0][0].item() - losses[1][0]) < 1e-5, "not the same training"
     return measured
@@ -126,7 +126,6 @@ def strategies(global_batch: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         f"{names[i + 1]} over {names[i]}": interleave(
             lambda i=i: seconds_of(steps[names[i]]),
             lambda i=i: seconds_of(steps[names[i + 1]]),
-            pairs=12,
         )
         for i in (0, 1)
     }
