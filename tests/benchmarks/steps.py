@@ -63,7 +63,7 @@ def scaling(global_batch: int) -> tuple[np.ndarray, np.ndarray]:
         losses[1].append(mean_loss(step(wrapped, optimizers[1], *share)))
 
     def time_of(step):
-        steps = 3 if global_batch < 100 else 1
+        steps = 3 if global_batch < 100 else 1  # short ones are timed together
         return lambda: sum(seconds_of(step) for _ in range(steps)) / steps
 
     measured = interleave(time_of(both), time_of(alone))
