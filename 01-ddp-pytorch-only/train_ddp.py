@@ -92,7 +92,8 @@ def load_checkpoint(path, model):
         model.load_state_dict(state["model"])
     except FileNotFoundError:
         raise OSError(
-            f"There is no {path} to resume from: leave out --resume."
+            f"There is no {path} to resume from: leave out --resume, or, on several "
+            "nodes, name a folder that all of them share."
         ) from None
     except Exception as error:
         reason = str(error).strip().splitlines()[-1].strip()
@@ -130,9 +131,11 @@ def set_up(args):
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     if args.resume and not path:
         raise ValueError("--resume needs --checkpoint-dir: say where to resume from.")
-    if path and (args.resume or (restarted and path.exists())):
+    found = [bool(path and path.exists())]
+    dist.broadcast_object_list(found)  # rank 0 saves: what it finds counts for all
+    if path and (args.resume or (restarted and found[0])):
         state = load_checkpoint(path, model)
-    elif path and path.exists():
+    elif found[0]:
         raise ValueError(
             f"{path} is the checkpoint of an earlier run: add --resume to go on from it, "
             "or name another folder."

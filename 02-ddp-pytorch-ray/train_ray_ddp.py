@@ -39,7 +39,9 @@ from utils.models import resnet18
 
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--num-workers", type=int, help="default: 2, or all GPUs")
+    parser.add_argument(
+        "--num-workers", type=int, help="default: 2, or this machine's GPUs"
+    )
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=32, help="per worker")
     parser.add_argument("--lr", type=float, default=3e-4, help="of AdamW")
@@ -112,7 +114,7 @@ def train_epoch(model, optimizer, train_loader):
 
 
 def report(model, optimizer, metrics):
-    """Report to Ray Train: the metrics of every rank, with a checkpoint from rank 0."""
+    """Report to Ray Train, on every rank: it keeps rank 0's metrics and checkpoint."""
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = None
         if dist.get_rank() == 0:

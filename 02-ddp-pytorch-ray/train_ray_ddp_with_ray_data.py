@@ -53,7 +53,9 @@ def parse_args():
     )
     parser.add_argument("--data-path", help="Parquet files: a folder, s3://, gs://")
     parser.add_argument("--num-epochs", type=int, default=2)
-    parser.add_argument("--num-workers", type=int, help="default: 2, or all GPUs")
+    parser.add_argument(
+        "--num-workers", type=int, help="default: 2, or this machine's GPUs"
+    )
     parser.add_argument("--batch-size", type=int, default=32, help="per worker")
     parser.add_argument("--lr", type=float, default=3e-4, help="of AdamW")
     parser.add_argument("--on-corrupt", choices=("fail", "skip"), default="fail")
@@ -95,7 +97,7 @@ def decode(batch, on_corrupt="fail"):
 
 
 def read_images(path, on_corrupt):
-    """A Ray Dataset of decoded images, and its number of rows. No image is read yet."""
+    """A Ray Dataset of decoded images, and its number of rows. No image is decoded yet."""
     system, files = preflight.find_parquet(path)
     files, num_rows, corrupt = preflight.check_parquet(
         system, files, COLUMNS, skip_corrupt=on_corrupt == "skip"
@@ -184,7 +186,7 @@ def load_latest(model):
 
 
 def report(model, optimizer, metrics):
-    """Report to Ray Train: the metrics of every rank, with a checkpoint from rank 0."""
+    """Report to Ray Train, on every rank: it keeps rank 0's metrics and checkpoint."""
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = None
         if dist.get_rank() == 0:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from argparse import Namespace
 from pathlib import Path
 
 import psutil
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tests import scripts
+from utils.launch import run_ranks
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
@@ -158,6 +160,27 @@ def test_a_rank_speaks_where_rank_0_has_nothing_to_say(monkeypatch):
     with pytest.raises(SystemExit, match=r"train_ddp\.py: No room on this host"):
         scripts.load(scripts.TRAIN_DDP).stop(OSError("No room on this host."))
     assert waited == [10]
+
+
+def test_a_restart_without_a_shared_folder_is_said(tmp_path):
+    """Rank 0 finds its checkpoint on its node; rank 1, on another one, would start anew."""
+
+    def set_up():
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+        train_ddp = scripts.load(scripts.TRAIN_DDP)
+        args = Namespace(dataset="digits", batch_size=8, resume=False)
+        args.checkpoint_dir = tmp_path / os.environ["RANK"]
+        if os.environ["RANK"] == "0":
+            state = {"model": train_ddp.resnet18().state_dict(), "epoch": 0}
+            train_ddp.save_checkpoint(state, args.checkpoint_dir / "checkpoint.pt")
+        try:
+            return train_ddp.set_up(args)[4]["epoch"]
+        except OSError as problem:
+            return str(problem)
+
+    first, second = run_ranks(set_up, 2)
+    assert first == 0
+    assert "on several nodes, name a folder that all of them share" in second
 
 
 def test_more_workers_than_gpus_is_said_by_every_rank(monkeypatch):

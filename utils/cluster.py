@@ -225,8 +225,11 @@ def use_gpu() -> bool:
 
 
 def default_resources() -> dict[str, float]:
-    """What Ray Train's workers ask for unless told otherwise; call it after `start_ray`."""
-    return {"CPU": 1, "GPU": 1} if use_gpu() else {"CPU": 1}
+    """What Ray Train's workers ask for unless told otherwise: a GPU and no CPU, or a CPU.
+
+    To be called after `start_ray`. Source: `ray.train.ScalingConfig`.
+    """
+    return {"GPU": 1} if use_gpu() else {"CPU": 1}
 
 
 def grows() -> bool:

@@ -100,7 +100,7 @@ def stacked_bars(
 def timeline(
     rows: Mapping[str, Sequence[tuple[float, float, str]]], title: str, xlabel: str
 ) -> None:
-    """Spans over time: per row a list of (start, end, label)."""
+    """Spans over time from 0 on: per row a list of (start, end, label)."""
     with plt.rc_context(_STYLE):
         height = 1.2 + 0.45 * len(rows)
         _, ax = plt.subplots(figsize=(8, height), layout="constrained")
@@ -121,7 +121,7 @@ def timeline(
                     middle, number, label, ha="center", va="center", color="w", size=8
                 )
         ax.invert_yaxis()
-        ax.set(title=title, xlabel=xlabel)
+        ax.set(title=title, xlabel=xlabel, xlim=(0, None))
         plt.show()
 
 

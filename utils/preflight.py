@@ -8,7 +8,10 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from utils.cluster import grows  # first: it sets what Ray reads at import
+from utils.cluster import (
+    default_resources,
+    grows,
+)  # first: it sets what Ray reads at import
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -188,7 +191,7 @@ def check_batch_size(batch_size: int, num_rows: int, num_workers: int) -> None:
 
 
 def check_spare_cpus(num_workers: int) -> None:
-    """Check that a CPU is left for Ray Data when every worker has taken one.
+    """Check that a CPU is left for Ray Data when every worker has what it asks for.
 
     On a cluster that adds nodes when they are asked for, nothing is checked.
 
@@ -198,11 +201,12 @@ def check_spare_cpus(num_workers: int) -> None:
     if grows():
         return
     cpus = ray.cluster_resources().get("CPU", 0)
-    if cpus < num_workers + 1:
+    taken = num_workers * default_resources().get("CPU", 0)  # none where they take GPUs
+    if cpus < taken + 1:
         raise RuntimeError(
-            f"The cluster has {cpus:g} CPUs and {num_workers} workers take one each, so "
+            f"The cluster has {cpus:g} CPUs and its {num_workers} workers take {taken}, so "
             "none is left to read and decode the data: lower --num-workers, or start Ray "
-            f"with at least {num_workers + 1} CPUs."
+            f"with at least {taken + 1} CPUs."
         )
 
 
