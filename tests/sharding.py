@@ -1,8 +1,12 @@
-"""Train a small GPT on this rank with the steps of part 03's scripts, for its tests."""
+"""Train a small GPT on this rank with the steps of part 03's scripts, for its tests.
+
+To add a strategy to tests/test_parity.py, add an entry to STRATEGIES.
+"""
 
 import json
 import os
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -171,6 +175,10 @@ def zero(
     config = zero_config(stage, GLOBAL_BATCH // world_size // passes) | changes
     config["gradient_accumulation_steps"] = passes
     model = build_model(dtype)
+    if stage == 3 and dtype == torch.float64:
+        # named here, a type is not read off the model: DeepSpeed refuses float64 on CPUs
+        # that compute in float16, and on no others
+        deepspeed.zero.Init(model, dtype=torch.float32, config_dict_or_path=config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     if load:
@@ -208,4 +216,43 @@ def zero(
         "test loss": script.evaluate(
             engine, test_set(), rank, world_size, torch.device("cpu"), batch_size=2
         ),
+    }
+
+
+# Each trains as many steps as it is told, in a type: strategy(dtype, steps).
+STRATEGIES = {
+    "FSDP2": fsdp2,
+    "FSDP2 without resharding": partial(fsdp2, keep=True),
+    # refuses to reduce float64
+    "ZeRO 0": lambda dtype, steps=10: zero(0, torch.float32, steps),
+    "ZeRO 1": partial(zero, 1),
+    "ZeRO 2": partial(zero, 2),
+    "ZeRO 3": partial(zero, 3),
+}
+
+
+def train_all(strategies: dict) -> dict[str, dict]:
+    """As `parity.train_all`: ten steps in float64, and the first gradient in float32.
+
+    Of each strategy also the "test loss" after the last step.
+    """
+    results = {}
+    for name, strategy in strategies.items():
+        results[name] = _flat(strategy(torch.float64))
+        single = _flat(strategy(torch.float32, steps=1))
+        results[name]["gradient32"] = single["gradient"]
+    return results
+
+
+def _vector(tensors: list[torch.Tensor]) -> torch.Tensor | None:
+    """All numbers of the tensors; FSDP2's whole parameters are on rank 0 only."""
+    return torch.cat([t.flatten() for t in tensors]) if tensors else None
+
+
+def _flat(result: dict) -> dict:
+    return {
+        "losses": torch.tensor(result["losses"], dtype=torch.float64),
+        "gradient": _vector(result["gradients"]),
+        "parameters": _vector(result["parameters"]),
+        "test loss": result["test loss"],
     }
