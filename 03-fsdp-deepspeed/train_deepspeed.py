@@ -239,7 +239,8 @@ def export(engine, checkpoint, path):
     dist.barrier()  # rank 0 reads what every rank wrote
     if dist.get_rank() == 0:
         if engine.zero_optimization_stage() == 0:  # nothing is in partitions
-            weights = engine.module.state_dict()
+            whole = engine.module.state_dict()
+            weights = {name: tensor.cpu() for name, tensor in whole.items()}
         else:
             weights = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(
                 checkpoint.parent, checkpoint.name

@@ -172,7 +172,7 @@ EXERCISES: dict[str, Exercise] = {
     ),
     # 03-fsdp-deepspeed/04_choosing_a_strategy.ipynb
     "which row": Exercise(
-        lambda answer: answer == "fsdp2",
+        lambda answer: answer in ("fsdp2", "zero3"),
         "Call choose(13e9, 16, 40). At stage 2, what do 2 bytes per parameter take?",
     ),
     "traffic ratio": Exercise(

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import matplotlib.pyplot as plt
 
-COLORS = ["#3b6ea8", "#d9822b", "#4a9d6a", "#b5494e", "#7d64a8", "#6b6b6b"]
+COLORS = ["#3b6ea8", "#d9822b", "#4a9d6a", "#b5494e", "#7d64a8", "#6b6b6b", "#c06fa8"]
 _STYLE = {
     "figure.dpi": 90,
     "font.size": 10,
