@@ -219,8 +219,8 @@ def load_checkpoint(engine, folder):
         step, global_batch = client_state["step"], client_state["global_batch"]
     except Exception as error:  # torch, pickle and DeepSpeed each have their own
         raise ValueError(
-            f"The checkpoint {folder} is damaged or of another model: name another "
-            "folder, or start without --resume."
+            f"The checkpoint {folder} is damaged, of another model, or not seen by all "
+            "nodes: name another folder, or start without --resume."
         ) from error
     if global_batch != engine.train_batch_size():
         raise ValueError(
@@ -262,7 +262,9 @@ def train(args):
     torch.manual_seed(0)  # the same weights on every rank, before they are cut
     model = GPT(config).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-    folder = args.checkpoint_dir and last_checkpoint(args.checkpoint_dir)
+    found = [args.checkpoint_dir and last_checkpoint(args.checkpoint_dir)]
+    dist.broadcast_object_list(found)  # what rank 0 finds counts for all
+    folder = found[0]
     kind = {"load_universal": bool(folder) and is_universal(folder)}
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, config=args.ds_config | {"checkpoint": kind}

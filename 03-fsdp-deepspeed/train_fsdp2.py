@@ -164,8 +164,8 @@ def load_checkpoint(model, optimizer, global_batch, folder):
         dcp.load(state, checkpoint_id=folder)
     except (Exception, dcp.CheckpointException) as error:  # the latter is no Exception
         raise ValueError(
-            f"The checkpoint {folder} is damaged or of another model: name another "
-            "folder, or start without --resume."
+            f"The checkpoint {folder} is damaged, of another model, or not seen by all "
+            "nodes: name another folder, or start without --resume."
         ) from error
     if state["global_batch"] != global_batch:
         world_size = dist.get_world_size()
@@ -206,7 +206,9 @@ def train(args):
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
 
     global_batch, first_step = args.batch_size * world_size, 0
-    folder = args.checkpoint_dir and last_checkpoint(args.checkpoint_dir)
+    found = [args.checkpoint_dir and last_checkpoint(args.checkpoint_dir)]
+    dist.broadcast_object_list(found)  # what rank 0 finds counts for all
+    folder = found[0]
     if folder:
         first_step = load_checkpoint(model, optimizer, global_batch, folder)
     losses, start = [], time.perf_counter()
