@@ -14,16 +14,21 @@ class Sample(NamedTuple):
 
     time: float
     object_store: int
-    processes: int
+    by_process: dict[int, int]
     spilled: int
+
+    @property
+    def processes(self) -> int:
+        return sum(self.by_process.values())
 
 
 class sample_memory:
     """`with sample_memory() as samples:` fills the list `samples`, every `interval` s.
 
-    `object_store` is what Ray's shared-memory store holds. `processes` is the private
-    memory of the processes that the Ray of this session started on this machine; shared
-    pages are left out, so that the store, which they all map, is not counted twice.
+    `object_store` is what Ray's shared-memory store holds. `by_process` is the private
+    memory, by process id, of the processes that the Ray of this session started on this
+    machine, and `processes` its sum; shared pages are left out, so that the store, which
+    they all map, is not counted twice.
 
     Raises:
         RuntimeError: no Ray of this process runs here.
@@ -58,9 +63,23 @@ class sample_memory:
         return Sample(
             time.time(),
             store.object_store_bytes_used,
-            sum(private_bytes(process) for process in processes),
+            {process.pid: private_bytes(process) for process in processes},
             store.spilled_bytes_total,
         )
+
+
+def growth(before: list[Sample], after: list[Sample]) -> int:
+    """How many bytes more Ray's processes have at their peaks in `after` than in `before`.
+
+    Summed over the processes that live in every sample of both. Ray starts and ends worker
+    processes as it needs them, about 130 MB each: in a sum over all, a start would look
+    like data that are kept.
+    """
+    same = set.intersection(*(set(s.by_process) for s in [*before, *after]))
+    return sum(
+        max(s.by_process[pid] for s in after) - max(s.by_process[pid] for s in before)
+        for pid in same
+    )
 
 
 def private_bytes(process: psutil.Process) -> int:
