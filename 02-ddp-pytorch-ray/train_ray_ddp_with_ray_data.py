@@ -18,7 +18,12 @@ import time
 from functools import partial
 from pathlib import Path
 
-from utils.cluster import start_ray, use_gpu, what_failed  # sets what Ray reads
+from utils.cluster import (  # first: it sets what Ray reads when it is imported
+    check_spare_cpus,
+    start_ray,
+    use_gpu,
+    what_failed,
+)
 
 import numpy as np
 import pyarrow as pa
@@ -38,8 +43,8 @@ from ray.train.torch import TorchTrainer, get_device, prepare_model
 from torch.nn import functional as F
 
 from utils import preflight, settings
+from utils.datasets import write_shards
 from utils.models import resnet18
-from utils.shards import write_shards
 
 COLUMNS = ["image", "label"]  # the bytes of an image, and an integer from 0 to 9
 MAX_BLOCKS = 1000  # read tasks per epoch; with more files than that, each reads several
@@ -249,7 +254,7 @@ def set_up(args):
     else:
         train_path, test_path = args.data_path, None
     start_ray(args.num_workers, log_to_driver=True)
-    preflight.check_spare_cpus(args.num_workers)
+    check_spare_cpus(args.num_workers)
     for shared in (folder, train_path):
         preflight.check_shared(shared)
     train_set, num_rows = read_images(train_path, args.on_corrupt)

@@ -136,9 +136,10 @@ def train_all(strategies: dict[str, Strategy]) -> dict[str, dict[str, torch.Tens
 
 
 def train_ranks(strategies: dict[str, Strategy]) -> dict[str, dict[str, torch.Tensor]]:
-    """`train_all` in a process group of its own, on one of several ranks."""
+    """`train_all` in a process group of its own; the results of rank 0, elsewhere none."""
     dist.init_process_group("gloo")
     results = train_all(strategies)
     gc.collect()  # DDP's objects, before the group they hold on to
+    is_first = dist.get_rank() == 0
     dist.destroy_process_group()
-    return results
+    return results if is_first else {}  # hundreds of MB, which nobody reads

@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 from torchvision import datasets as tv
 
 from utils import datasets
+from utils.datasets import downloaded, shipped
 from utils.launch import run_ranks
 
 # Nothing listens there, so that a download fails at once wherever the tests run.
@@ -47,7 +48,7 @@ def test_splits_are_fixed_and_together_the_whole_file():
     again = [datasets.digits(name).tensors[0] for name in ("train", "test")]
     assert all(torch.equal(a, b) for a, b in zip(splits, again))
     seen = {image.numpy().tobytes() for split in splits for image in split}
-    with np.load(datasets.DIGITS_FILE) as file:
+    with np.load(shipped.DIGITS_FILE) as file:
         originals = {image.tobytes() for image in file["images"]}
     assert len(seen) == len(originals) == 1797  # no image twice, and none in both
 
@@ -60,11 +61,11 @@ def test_pictures_show_their_labels():
 
 
 def test_damaged_file_is_named(monkeypatch, tmp_path):
-    content = bytearray(datasets.DIGITS_FILE.read_bytes())
+    content = bytearray(shipped.DIGITS_FILE.read_bytes())
     content[len(content) // 2] ^= 1
     copy = tmp_path / "digits.npz"
     copy.write_bytes(content)
-    monkeypatch.setattr(datasets, "DIGITS_FILE", copy)
+    monkeypatch.setattr(shipped, "DIGITS_FILE", copy)
     with pytest.raises(OSError, match="is damaged") as e:
         datasets.digits()
     assert str(copy) in str(e.value)
@@ -140,7 +141,7 @@ def test_no_room_is_not_called_no_network(storage, code):
     with pytest.raises(
         OSError, match=r"cannot be written to .*set WORKSHOP_STORA"
     ) as e:
-        datasets._from_torchvision(failing, "train")
+        downloaded._from_torchvision(failing, "train")
     assert f"{storage / 'datasets'} ({os.strerror(code)})" in str(e.value)
     assert "network" not in str(e.value)
     assert "\n" not in str(e.value)
@@ -160,7 +161,7 @@ def test_a_download_that_breaks_is_called_no_network(error):
     with pytest.raises(
         OSError, match=r"could not be downloaded .*connect to a network"
     ):
-        datasets._from_torchvision(fails_with(error), "train")
+        downloaded._from_torchvision(fails_with(error), "train")
 
 
 def damage_mnist(storage, content):
@@ -220,7 +221,7 @@ class Fake(Dataset):
 def test_downloaded_once_by_rank_0_alone(storage):
     def train():
         dist.init_process_group("gloo")
-        fake = datasets._from_torchvision(Fake, "train")
+        fake = downloaded._from_torchvision(Fake, "train")
         dist.destroy_process_group()
         return fake.split
 
@@ -236,7 +237,7 @@ def test_downloaded_by_the_first_rank_of_every_node(tmp_path):
         os.environ["LOCAL_RANK"] = str(rank % 2)
         os.environ["WORKSHOP_STORAGE"] = str(tmp_path / f"node {rank // 2}")
         dist.init_process_group("gloo")
-        fake = datasets._from_torchvision(Fake, "test")
+        fake = downloaded._from_torchvision(Fake, "test")
         dist.destroy_process_group()
         return fake.split
 
@@ -248,5 +249,5 @@ def test_downloaded_by_the_first_rank_of_every_node(tmp_path):
 
 def test_downloaded_without_a_process_group(storage):
     for split in ("train", "test"):
-        assert datasets._from_torchvision(Fake, split).split == split
+        assert downloaded._from_torchvision(Fake, split).split == split
     assert (storage / "datasets" / "downloads").read_text() == "rank -\n"

@@ -84,6 +84,21 @@ def test_every_package_that_is_imported_is_pinned():
     assert {"torch", "numpy", "PIL", "IPython"} <= seen
 
 
+def test_modules_of_utils_build_on_settings_alone():
+    """Or on modules of their own folder: who reads one need not read another."""
+    for path in ROOT.glob("utils/**/*.py"):
+        own = ".".join(path.relative_to(ROOT).parent.parts)
+        allowed = ("utils.settings", f"{own}." if own != "utils" else "utils.settings")
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            ours = [name for name in names if name.partition(".")[0] == "utils"]
+            assert all(name.startswith(allowed) for name in ours), f"{path}: {ours}"
+
+
 @pytest.mark.parametrize("python", ["3.10", "3.11", "3.12", "3.13"])
 def test_every_python_gets_one_version_of_each_package(python):
     here = {"python_version": python, "python_full_version": f"{python}.0"}

@@ -71,7 +71,7 @@ def test_code_is_explained(notebook):
 
 def test_a_lesson_is_neither_a_note_nor_a_book(notebook):
     if notebook.path.stem != "solutions":
-        assert 40 <= len(notebook.cells) <= 75
+        assert 40 <= len(notebook.cells) <= 70
 
 
 def test_most_outputs_are_compared(notebook):

@@ -27,9 +27,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests import parity, scripts, sharding
+from utils.datasets import write_shards
 from utils.launch import run_ranks
 from utils.models import resnet18
-from utils.shards import write_shards
 
 FLOAT64, FLOAT32 = 1e-10, 1e-5
 # In float64 as well, DeepSpeed's optimizer steps on float32 copies of the weights.
@@ -74,9 +74,15 @@ def with_ray(num_workers: int) -> dict[str, dict[str, torch.Tensor]]:
     ray.cloudpickle.register_pickle_by_value(parity)
     ray.cloudpickle.register_pickle_by_value(scripts)
     chosen = {n: s for n, s in parity.STRATEGIES.items() if s.launcher == "ray"}
+
+    def train(config):
+        results = parity.train_all(chosen)
+        # Ray wants no tensors, and gives back what rank 0 returns
+        return as_numpy(results) if dist.get_rank() == 0 else None
+
     with tempfile.TemporaryDirectory() as folder:
         trainer = TorchTrainer(
-            lambda config: as_numpy(parity.train_all(chosen)),  # Ray wants no tensors
+            train,
             scaling_config=ScalingConfig(num_workers=num_workers),
             run_config=RunConfig(name="parity", storage_path=folder),
         )

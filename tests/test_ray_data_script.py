@@ -19,7 +19,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests import scripts
-from utils.shards import write_shards
+from utils.datasets import write_shards
 
 script = scripts.load(scripts.TRAIN_RAY_DDP_WITH_RAY_DATA)
 

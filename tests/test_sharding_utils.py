@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from tests import sharding
 from tests.simulate import fsdp2_step
 from utils import comms, datasets, memory
+from utils.datasets import shipped
 from utils.launch import run_ranks
 from utils.models import GPT, GPT2_124M, SMOKE, GPTConfig, generate
 
@@ -74,7 +75,7 @@ def test_a_gpt_says_what_is_wrong():
 
 
 def test_text_is_the_topics_and_targets_are_the_next_bytes():
-    raw = lzma.decompress(datasets.TEXT_FILE.read_bytes())
+    raw = lzma.decompress(shipped.TEXT_FILE.read_bytes())
     assert len(raw) == 466_273
     train, test = datasets.text("train"), datasets.text("test")
     inputs, targets = train.tensors
@@ -104,7 +105,7 @@ def test_text_says_what_is_wrong(tmp_path, monkeypatch):
         datasets.text(path=short)
     with pytest.raises(ValueError, match="'train' or 'test'"):
         datasets.text("valid")
-    monkeypatch.setattr(datasets, "TEXT_FILE", short)
+    monkeypatch.setattr(shipped, "TEXT_FILE", short)
     with pytest.raises(OSError, match="damaged"):
         datasets.text()
 

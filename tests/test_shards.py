@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from utils.shards import augment, encode_png, write_shards
+from utils.datasets.shards import augment, encode_png, write_shards
 
 SMALL = {"image_size": 28, "rows_per_shard": 48}
 SIZE_GB = 2e-4  # five shards of SMALL
@@ -92,7 +92,7 @@ def test_it_streams_one_file_at_a_time(tmp_path):
 def test_a_killed_writer_is_continued(tmp_path):
     list(write_shards(tmp_path / "whole", 2e-3, **SMALL))
     script = (
-        "import sys; from utils.shards import write_shards\n"
+        "import sys; from utils.datasets.shards import write_shards\n"
         f"list(write_shards(sys.argv[1], 2e-3, **{SMALL}))"
     )
     folder = tmp_path / "killed"
@@ -127,7 +127,7 @@ def test_a_disk_that_fills_up_leaves_no_half_file(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("utils.shards.encode_png", full)
+    monkeypatch.setattr("utils.datasets.shards.encode_png", full)
     with pytest.raises(OSError, match="No space left"):
         list(write_shards(tmp_path, SIZE_GB, **SMALL))
     assert list(tmp_path.iterdir()) == []

@@ -16,9 +16,9 @@ import ray
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from utils import preflight
+from utils import cluster, preflight
+from utils.datasets import write_shards
 from utils.ray_memory import Sample, growth, private_bytes, sample_memory
-from utils.shards import write_shards
 
 MIB = 2**20
 
@@ -153,14 +153,14 @@ def test_shared_memory_is_not_counted_as_private():
 
 def test_a_ray_that_does_not_fit_two_workers_and_data_is_refused():
     cpus = int(ray.cluster_resources()["CPU"])
-    preflight.check_spare_cpus(cpus - 1)
+    cluster.check_spare_cpus(cpus - 1)
     with pytest.raises(RuntimeError, match="none is left to read and decode the data"):
-        preflight.check_spare_cpus(cpus)
+        cluster.check_spare_cpus(cpus)
 
 
 def test_a_cluster_that_grows_is_not_checked_for_spare_cpus(monkeypatch):
-    monkeypatch.setattr(preflight, "grows", lambda: True)
-    preflight.check_spare_cpus(1000)
+    monkeypatch.setattr(cluster, "grows", lambda: True)
+    cluster.check_spare_cpus(1000)
 
 
 def test_a_storage_path_that_workers_see_differently_is_refused(tmp_path, monkeypatch):

@@ -131,6 +131,26 @@ def check_fits(num_workers: int, resources_per_worker: dict[str, float]) -> None
         )
 
 
+def check_spare_cpus(num_workers: int) -> None:
+    """Check that a CPU is left for Ray Data when every worker has what it asks for.
+
+    On a cluster that adds nodes when they are asked for, nothing is checked.
+
+    Raises:
+        RuntimeError: none is left; reading and decoding would wait for ever.
+    """
+    if grows():
+        return
+    cpus = ray.cluster_resources().get("CPU", 0)
+    taken = num_workers * default_resources().get("CPU", 0)  # none where they take GPUs
+    if cpus < taken + 1:
+        raise RuntimeError(
+            f"The cluster has {cpus:g} CPUs and its {num_workers} workers take {taken}, so "
+            "none is left to read and decode the data: lower --num-workers, or start Ray "
+            f"with at least {taken + 1} CPUs."
+        )
+
+
 def what_to_mend(failure: Exception) -> Exception | None:
     """The error of a worker that says in a sentence what is wrong, if one failed so.
 

@@ -1,4 +1,7 @@
-"""What can be wrong with a run, its folder and its files, found before it starts."""
+"""What can be wrong with a run, its folder and its files, found before it starts.
+
+Import `utils.cluster` first: it sets what Ray reads when it is imported.
+"""
 
 import contextlib
 import os
@@ -7,11 +10,6 @@ import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-
-from utils.cluster import (
-    default_resources,
-    grows,
-)  # first: it sets what Ray reads at import
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -187,26 +185,6 @@ def check_batch_size(batch_size: int, num_rows: int, num_workers: int) -> None:
             f"The batch size is {batch_size}, but each of {num_workers} workers gets "
             f"{shard} of the {num_rows} rows: lower --batch-size or --num-workers, or "
             "use more data."
-        )
-
-
-def check_spare_cpus(num_workers: int) -> None:
-    """Check that a CPU is left for Ray Data when every worker has what it asks for.
-
-    On a cluster that adds nodes when they are asked for, nothing is checked.
-
-    Raises:
-        RuntimeError: none is left; reading and decoding would wait for ever.
-    """
-    if grows():
-        return
-    cpus = ray.cluster_resources().get("CPU", 0)
-    taken = num_workers * default_resources().get("CPU", 0)  # none where they take GPUs
-    if cpus < taken + 1:
-        raise RuntimeError(
-            f"The cluster has {cpus:g} CPUs and its {num_workers} workers take {taken}, so "
-            "none is left to read and decode the data: lower --num-workers, or start Ray "
-            f"with at least {taken + 1} CPUs."
         )
 
 

@@ -20,8 +20,8 @@ from tests import scripts
 from tests.benchmarks import partners
 from tests.benchmarks.ratios import MISSED, interleave, ratio
 from tests.benchmarks.rows import Row
+from utils.datasets import write_shards
 from utils.ray_memory import sample_memory
-from utils.shards import write_shards
 
 MIB = 2**20
 CPUS, BATCH = 2, 32  # cores for each side; rows per batch

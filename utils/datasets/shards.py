@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import torch
 from torch.nn import functional as F
 
-from utils.datasets import digits
+from utils.datasets.shipped import digits
 
 SCHEMA = pa.schema([("id", pa.int64()), ("image", pa.binary()), ("label", pa.int64())])
 BATCH = 32  # images drawn at once, and rows of a Parquet row group: what is in memory

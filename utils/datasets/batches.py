@@ -1,0 +1,34 @@
+"""Which examples a rank trains on in which step."""
+
+import torch
+from torch.utils.data import TensorDataset
+
+
+def share_of_batch(
+    dataset: TensorDataset, step: int, global_batch: int, rank: int, world_size: int
+) -> tuple[torch.Tensor, ...]:
+    """What `rank` gets of the batch of `step`: `global_batch / world_size` examples.
+
+    Depends on nothing else: a run that is resumed, also on another number of ranks, sees
+    the same batches. Every epoch has an order of its own; its last, short batch is left
+    out. Returns the tensors of the dataset, each [global_batch / world_size, ...].
+
+    Raises:
+        ValueError: the ranks cannot share the batch equally, or it exceeds the dataset.
+    """
+    if global_batch % world_size:
+        raise ValueError(
+            f"{world_size} ranks cannot share a batch of {global_batch} equally: choose "
+            f"a multiple of {world_size}."
+        )
+    steps_per_epoch = len(dataset) // global_batch
+    if steps_per_epoch == 0:
+        raise ValueError(
+            f"The global batch of {global_batch} exceeds the {len(dataset)} examples: "
+            "lower the batch size or the number of workers."
+        )
+    epoch, step = divmod(step, steps_per_epoch)
+    order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(epoch))
+    return dataset[
+        order[step * global_batch : (step + 1) * global_batch][rank::world_size]
+    ]

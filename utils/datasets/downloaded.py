@@ -1,0 +1,103 @@
+"""What torchvision downloads: once, by rank 0, or one sentence that says what to mend."""
+
+import errno
+import http.client
+import os
+import urllib.error
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.utils.data import Dataset
+from torchvision import datasets as tv
+from torchvision.transforms import ToTensor
+
+from utils.datasets.shipped import check_split
+from utils.settings import storage_path
+
+
+def mnist(split: str = "train") -> Dataset:
+    """MNIST through torchvision, 60,000 and 10,000 images of shape [1, 28, 28].
+
+    Downloaded at the first call, by rank 0 alone, into `storage_path() / "datasets"`.
+
+    Raises:
+        ValueError: `split` is neither "train" nor "test".
+        OSError: it has not been downloaded yet and there is no network, there is no
+            room for it, or what was downloaded is damaged.
+    """
+    return _from_torchvision(tv.MNIST, split)
+
+
+def fashion_mnist(split: str = "train") -> Dataset:
+    """FashionMNIST: clothes instead of digits, otherwise like `mnist`."""
+    return _from_torchvision(tv.FashionMNIST, split)
+
+
+def cifar10(split: str = "train") -> Dataset:
+    """CIFAR-10, 50,000 and 10,000 images of shape [3, 32, 32], otherwise like `mnist`."""
+    return _from_torchvision(tv.CIFAR10, split)
+
+
+def _from_torchvision(dataset_class: type, split: str) -> Dataset:
+    check_split(split)
+    root = storage_path() / "datasets"
+
+    def open_dataset(download: bool) -> Dataset:
+        return dataset_class(
+            root, train=split == "train", transform=ToTensor(), download=download
+        )
+
+    folder = root / dataset_class.__name__
+
+    def complaint() -> str | None:
+        """Open it, which downloads it where it is not yet; what to mend, in a sentence."""
+        try:
+            open_dataset(download=True)
+        except Exception as error:  # a damaged file may raise anything
+            return _what_to_mend(error, folder)
+        return None
+
+    if not dist.is_initialized():
+        _raise_if_any([complaint()])
+    else:
+        # Rank 0 first; then the first rank of every other node, for which the file is
+        # there already wherever the folder is shared. All ranks learn of a failure.
+        local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
+        for is_my_turn in (dist.get_rank() == 0, local_rank == 0):
+            errors = [None] * dist.get_world_size()
+            dist.all_gather_object(errors, complaint() if is_my_turn else None)
+            _raise_if_any(errors)
+    return open_dataset(download=False)
+
+
+_NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+# What torchvision says in a RuntimeError when no mirror gave it the file.
+_NOT_DOWNLOADED = ("Error downloading", "File not found or corrupted")
+
+
+def _what_to_mend(error: Exception, folder: Path) -> str:
+    digits = "or use the dataset 'digits', which is here"
+    why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    if isinstance(error, OSError) and error.errno in _NOT_WRITABLE:
+        return (
+            f"{folder.name} cannot be written to {folder.parent} ({error.strerror}): set "
+            f"WORKSHOP_STORAGE to a folder with room that you can write to, {digits}."
+        )
+    from_network = (urllib.error.URLError, http.client.HTTPException)
+    from_network += (ConnectionError, TimeoutError)
+    if isinstance(error, from_network) or str(error).startswith(_NOT_DOWNLOADED):
+        return (
+            f"{folder.name} could not be downloaded ({why}): connect to a network and "
+            "try again, or use the dataset 'digits', which needs none."
+        )
+    folder = folder if folder.exists() else folder.parent
+    return (
+        f"What was downloaded to {folder} is damaged ({why}): delete this folder, so that "
+        f"it is downloaded again, {digits}."
+    )
+
+
+def _raise_if_any(errors: list[str | None]) -> None:
+    error = next((e for e in errors if e), None)
+    if error:
+        raise OSError(error)
