@@ -3,7 +3,8 @@
     torchrun --nproc_per_node=4 train_ddp.py --epochs 3
 
 Runs on GPUs where there are any, else on CPUs. With `--checkpoint-dir` and
-`torchrun --max-restarts=1`, a job whose worker dies goes on from its last epoch.
+`torchrun --max-restarts=1`, a job whose worker dies goes on from its last epoch. (On one
+node, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for that: PyTorch issue 135712.)
 """
 
 import argparse
@@ -11,6 +12,7 @@ import contextlib
 import gc
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -90,6 +92,8 @@ def load_checkpoint(path, model):
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         model.load_state_dict(state["model"])
+        if missing := {"optimizer", "epoch"} - state.keys():
+            raise KeyError(f"it has no {', '.join(sorted(missing))}")
     except FileNotFoundError:
         raise OSError(
             f"There is no {path} to resume from: leave out --resume, or, on several "
@@ -104,8 +108,21 @@ def load_checkpoint(path, model):
     return state
 
 
+def check_writable(folder):
+    """Now, and not after an epoch."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise OSError(
+            f"The folder {folder} cannot be written to ({error.strerror}): name another."
+        ) from None
+
+
 def set_up(args):
     """Everything that can be wrong with how the script was called, checked first."""
+    if args.batch_size < 1 or args.epochs < 0:
+        raise ValueError("--batch-size has to be at least 1, and --epochs at least 0.")
     device = settings.device()
     if device.type == "cuda":
         num_gpus = torch.cuda.device_count()
@@ -140,9 +157,8 @@ def set_up(args):
             f"{path} is the checkpoint of an earlier run: add --resume to go on from it, "
             "or name another folder."
         )
-    elif path and dist.get_rank() == 0:
-        save_checkpoint({}, path.with_name("writable"))  # now, not after an epoch
-        path.with_name("writable").unlink()
+    if path and dist.get_rank() == 0:
+        check_writable(path.parent)
     return device, train_set, test_set, model, state, path
 
 
@@ -208,7 +224,10 @@ def main():
         run = set_up(args)
     except (ValueError, OSError) as problem:
         stop(problem)
-    train(args, *run)
+    try:
+        train(args, *run)
+    except OSError as problem:  # such as a disk that is full
+        stop(problem)
     # DDP's objects hold on to the process group: free them first, or the exit may abort.
     del run
     gc.collect()

@@ -94,6 +94,8 @@ def load_latest(model):
             path = Path(folder, "checkpoint.pt")
             state = torch.load(path, map_location="cpu", weights_only=True)
         model.load_state_dict(state["model"])
+        if missing := {"optimizer", "epoch"} - state.keys():
+            raise KeyError(f"it has no {', '.join(sorted(missing))}")
     except Exception as error:
         reason = str(error).strip().splitlines()[-1].strip()
         raise ValueError(
@@ -147,6 +149,8 @@ def train_fn(config):
     for epoch in range(first_epoch, config["epochs"]):
         if world_size > 1:
             train_loader.sampler.set_epoch(epoch)  # another order in every epoch
+        else:
+            torch.manual_seed(epoch)  # a single worker shuffles without that sampler
         loss = train_epoch(wrapped, optimizer, train_loader)
         accuracy = evaluate(model, test_set, rank, world_size, get_device())
         history.append({"epoch": epoch, "loss": loss, "accuracy": accuracy})

@@ -30,7 +30,7 @@ import pyarrow as pa
 import ray.train
 import torch
 import torch.distributed as dist
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from ray.train import (
     Checkpoint,
     CheckpointConfig,
@@ -56,7 +56,9 @@ def parse_args():
     parser.add_argument(
         "--data-size-gb", type=float, default=1.0, help="GB to generate"
     )
-    parser.add_argument("--data-path", help="Parquet files: a folder, s3://, gs://")
+    parser.add_argument(
+        "--data-path", help="Parquet files: one, or a folder; local, s3://, gs://"
+    )
     parser.add_argument("--num-epochs", type=int, default=2)
     parser.add_argument(
         "--num-workers", type=int, help="default: 2, or this machine's GPUs"
@@ -91,7 +93,7 @@ def decode(batch, on_corrupt="fail"):
         try:
             image = Image.open(io.BytesIO(encoded)).convert("L")
             images[row] = np.asarray(image.resize([28, 28], Image.Resampling.BOX)) / 255
-        except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
+        except Exception as error:  # a damaged image may raise anything
             if on_corrupt == "fail":
                 raise ValueError(
                     f"An image in {batch['path'][row]} is corrupt ({error}): replace the "
@@ -145,7 +147,7 @@ def train_epoch(model, optimizer, train_shard, config, epoch):
         losses.append(train_step(model, optimizer, images, labels))
         counts[1] += len(labels)
         counts[2] += (labels == CORRUPT).sum()
-    counts[0] = torch.stack(losses).mean()
+    counts[0] = torch.stack(losses).nanmean()  # nan: no image of a batch was whole
     dist.all_reduce(counts)  # sum over all ranks, which saw different images
     loss, rows, corrupt = counts.tolist()
     metrics = {"epoch": epoch, "loss": loss / dist.get_world_size()}
@@ -181,6 +183,8 @@ def load_latest(model):
             path = Path(folder, "checkpoint.pt")
             state = torch.load(path, map_location="cpu", weights_only=True)
         model.load_state_dict(state["model"])
+        if missing := {"optimizer", "epoch"} - state.keys():
+            raise KeyError(f"it has no {', '.join(sorted(missing))}")
     except Exception as error:
         reason = str(error).strip().splitlines()[-1].strip()
         raise ValueError(

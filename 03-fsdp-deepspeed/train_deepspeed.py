@@ -32,7 +32,7 @@ def parse_args():
     parser.add_argument("--num-workers", type=int, help="start with Ray Train")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch-size", type=int, help="per worker, as in the config")
-    parser.add_argument("--lr", type=float, default=3e-3, help="of AdamW")
+    parser.add_argument("--lr", type=float, help="of AdamW (default: by run mode)")
     parser.add_argument("--model", choices=MODELS, help="default: by run mode")
     parser.add_argument(
         "--text", type=Path, help="a text file (default: Python's help)"
@@ -54,6 +54,7 @@ def parse_args():
     if args.smoke_test:
         os.environ["WORKSHOP_MODE"] = "smoke"
     args.model = args.model or settings.pick(smoke="smoke", full="gpt2-124m")
+    args.lr = args.lr or settings.pick(smoke=3e-3, full=3e-4)
     for name in (
         "text",
         "checkpoint_dir",
@@ -116,8 +117,8 @@ def read_config(args):
             f"{args.ds_config.name} says train_micro_batch_size_per_gpu {in_config}, and "
             f"--batch-size says {args.batch_size}: change one of them."
         )
-    offload = zero.get("offload_optimizer", {}), zero.get("offload_param", {})
-    targets = {part.get("device", "none") for part in offload}
+    offload = [zero.get(f"offload_{part}") or {} for part in ("optimizer", "param")]
+    targets = {part.get("device") or "none" for part in offload}
     on_cpu = settings.device().type == "cpu"
     if on_cpu and config.get("fp16", {}).get("enabled"):
         raise ValueError(
@@ -134,7 +135,23 @@ def read_config(args):
             "Offload to NVMe needs libaio (package libaio-dev) and an nvme_path that "
             "exists: install and name them, or set the device to cpu or none."
         )
+    if targets != {"none"}:  # else it refuses PyTorch's AdamW, which this script uses
+        config.setdefault("zero_force_ds_cpu_optimizer", False)
     return config
+
+
+def check_batch_size(config, world_size):
+    """The three numbers in the file have to agree, once the world size is known."""
+    per_pass = config["train_micro_batch_size_per_gpu"] * world_size
+    passes, whole = (
+        config.get(name) for name in ("gradient_accumulation_steps", "train_batch_size")
+    )
+    if whole and (whole % per_pass or (passes and whole != passes * per_pass)):
+        raise ValueError(
+            f"The configuration says train_batch_size {whole}, but {world_size} workers "
+            f"train on {per_pass} texts in each of {passes or 'their'} passes: leave out "
+            "train_batch_size, or correct it."
+        )
 
 
 def nvme_is_ready(offload):
@@ -259,6 +276,7 @@ def train(args):
     train_set = datasets.text("train", config.block_size, args.text)
     test_set = datasets.text("test", config.block_size, args.text)
 
+    check_batch_size(args.ds_config, world_size)
     torch.manual_seed(0)  # the same weights on every rank, before they are cut
     model = GPT(config).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
@@ -338,14 +356,14 @@ def stop(problem):
 
 
 def main():
-    args = parse_args()
     under_torchrun = "RANK" in os.environ
-    if not under_torchrun and not args.num_workers:
-        sys.exit(
-            "Start me with torchrun: torchrun --nproc_per_node=2 train_deepspeed.py, or "
-            "with Ray Train: python train_deepspeed.py --num-workers 2"
-        )
     try:
+        args = parse_args()
+        if not under_torchrun and not args.num_workers:
+            sys.exit(
+                "Start me with torchrun: torchrun --nproc_per_node=2 train_deepspeed.py, "
+                "or with Ray Train: python train_deepspeed.py --num-workers 2"
+            )
         args.ds_config = check(
             args, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
         )

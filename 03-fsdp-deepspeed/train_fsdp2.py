@@ -37,7 +37,7 @@ def parse_args():
     parser.add_argument("--num-workers", type=int, help="start with Ray Train")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch-size", type=int, default=16, help="per worker")
-    parser.add_argument("--lr", type=float, default=3e-3, help="of AdamW")
+    parser.add_argument("--lr", type=float, help="of AdamW (default: by run mode)")
     parser.add_argument("--clip", type=float, default=1.0, help="gradient norm")
     parser.add_argument("--model", choices=MODELS, help="default: by run mode")
     parser.add_argument(
@@ -63,6 +63,7 @@ def parse_args():
     if args.smoke_test:
         os.environ["WORKSHOP_MODE"] = "smoke"
     args.model = args.model or settings.pick(smoke="smoke", full="gpt2-124m")
+    args.lr = args.lr or settings.pick(smoke=3e-3, full=3e-4)
     for name in ("text", "checkpoint_dir", "export"):  # Ray's workers run elsewhere
         path = getattr(args, name)
         setattr(args, name, path and path.absolute())
@@ -279,14 +280,14 @@ def stop(problem):
 
 
 def main():
-    args = parse_args()
     under_torchrun = "RANK" in os.environ
-    if not under_torchrun and not args.num_workers:
-        sys.exit(
-            "Start me with torchrun: torchrun --nproc_per_node=2 train_fsdp2.py, or "
-            "with Ray Train: python train_fsdp2.py --num-workers 2"
-        )
     try:
+        args = parse_args()
+        if not under_torchrun and not args.num_workers:
+            sys.exit(
+                "Start me with torchrun: torchrun --nproc_per_node=2 train_fsdp2.py, or "
+                "with Ray Train: python train_fsdp2.py --num-workers 2"
+            )
         check(args, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0")
         if under_torchrun:
             dist.init_process_group(BOTH if args.offload else settings.backend())

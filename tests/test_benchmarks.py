@@ -1,6 +1,8 @@
 """The benchmark's statistics, and its table: no timing is tested here."""
 
 import json
+import subprocess
+import sys
 
 import nbformat
 import numpy as np
@@ -176,3 +178,14 @@ def test_bytes_are_what_the_formulas_say(tmp_path, monkeypatch):
 def test_an_unknown_part_is_named(capsys):
     assert main(["everything"]) == 1
     assert "There is no part everything: choose from exact" in capsys.readouterr().out
+
+
+def test_what_torchrun_starts_imports_no_more_than_a_script_does():
+    """Else Ray Train's start would be compared with one that imports Ray as well."""
+    loaded = "import sys, tests.benchmarks.loop; print(*sys.modules)"
+    done = subprocess.check_output(
+        [sys.executable, "-c", loaded], cwd=notebooks.ROOT, text=True
+    )
+    names = {name.partition(".")[0] for name in done.split()}
+    assert "torch" in names
+    assert not names & {"ray", "scipy", "pandas", "matplotlib"}

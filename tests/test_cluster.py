@@ -38,7 +38,8 @@ def forget():
     for name in [n for n in sys.modules if n.split(".")[0] == "utils"]:
         del sys.modules[name]
 
-mode = ray.get(ray.remote(lambda: os.environ.get("WORKSHOP_MODE")).remote())
+names = "WORKSHOP_MODE", "WORKSHOP_STORAGE"
+sent = ray.get(ray.remote(lambda: [os.environ.get(n) for n in names]).remote())
 found = ray.get(elsewhere.remote(os.environ["RAY_ADDRESS"] == "local"))
 asks = ray.get(ray.remote(lambda: os.environ.get("RAY_API_SERVER_ADDRESS")).remote())
 try:
@@ -49,7 +50,7 @@ except RuntimeError as error:
 print(json.dumps({
     "cpus": ray.cluster_resources()["CPU"], "found": found, "problem": problem,
     "usage": os.environ["RAY_USAGE_STATS_ENABLED"],
-    "poll": os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"], "asks": asks, "mode": mode,
+    "poll": os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"], "asks": asks, "sent": sent,
     "watcher": os.environ.get("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"),
 }))
 ray.shutdown()
@@ -104,13 +105,14 @@ def test_utils_reach_a_worker_in_another_folder(started):
 
 
 def test_utils_reach_a_node_that_does_not_have_them():
-    done = run(PROGRAM, RAY_ADDRESS="of a cluster", WORKSHOP_MODE="smoke")
+    ours = {"WORKSHOP_MODE": "smoke", "WORKSHOP_STORAGE": "/shared"}
+    done = run(PROGRAM, RAY_ADDRESS="of a cluster", **ours)
     assert done.returncode == 0, done.stderr
     joined = json.loads(done.stdout.splitlines()[-1])
     assert joined["found"].endswith("utils/models.py")
     assert not joined["found"].startswith(str(scripts.ROOT))
     assert joined["watcher"] == "1"  # a cloud may take a node away
-    assert joined["mode"] == "smoke"  # also on nodes that have another environment
+    assert joined["sent"] == ["smoke", "/shared"]  # to nodes of another environment
 
 
 def test_no_statistics_and_a_short_poll(started):

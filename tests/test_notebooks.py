@@ -18,7 +18,7 @@ ALL = notebooks.all_notebooks()
 MOST_NOT_COMPARED = 8  # cells of a notebook
 FORBIDDEN_OUTPUT = {
     "a path of this machine": r"/(?:root|home|Users|tmp|work)/",
-    "a process id": r"\(?pid=\d+",
+    "a process id": r"\bpid[= ]\d+",
     "terminal colours": r"\\u001b\[",
     "widget state": r"widget-view",
     "an address": r"\b(?:10|172|192)\.\d+\.\d+\.\d+",

@@ -2,10 +2,13 @@
 
 import argparse
 import inspect
+import io
 import re
 import shutil
+import struct
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 from utils.cluster import start_ray
@@ -16,10 +19,12 @@ import pyarrow.parquet as pq
 import pytest
 import ray
 import torch
+from PIL import Image
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests import scripts
 from utils.datasets import write_shards
+from utils.datasets.shards import encode_png
 
 script = scripts.load(scripts.TRAIN_RAY_DDP_WITH_RAY_DATA)
 
@@ -69,10 +74,10 @@ def options(**changes):
     return argparse.Namespace(**defaults | changes)
 
 
-def run(*arguments):
+def run(*arguments, **environment):
     return subprocess.run(
         [sys.executable, scripts.TRAIN_RAY_DDP_WITH_RAY_DATA, *map(str, arguments)],
-        env=scripts.environment(),
+        env=scripts.environment() | environment,
         capture_output=True,
         text=True,
         timeout=200,
@@ -107,21 +112,48 @@ def test_a_run_leaves_out_and_counts_what_is_corrupt(damaged, tmp_path, monkeypa
         script.main()  # it is refused before Ray starts
 
 
-@pytest.mark.parametrize(
-    ("numbers", "sentence"),
-    [
-        ([0, 1, 2], r"An image in \S+shard-00000\.parquet is corrupt"),
-        ([1, 2, 4], r"\S+shard-00004\.parquet is not a whole Parquet file"),
-    ],
-    ids=["an image", "a page behind a whole footer"],
-)
-def test_a_run_that_meets_damage_names_the_file(damaged, tmp_path, numbers, sentence):
-    for number in numbers:
+def fails_with(done, sentence):
+    expected = rf"train_ray_ddp_with_ray_data\.py: {sentence} .+ --on-corrupt skip\."
+    return done.returncode == 1 and re.fullmatch(expected, done.stderr.splitlines()[-1])
+
+
+def test_a_run_that_meets_a_damaged_page_names_the_file(damaged, tmp_path):
+    """Behind a whole footer: it is found once the run has begun."""
+    for number in (1, 2, 4):
         shutil.copy(damaged / f"shard-{number:05}.parquet", tmp_path)
     done = run("--data-path", tmp_path, "--smoke-test", "--batch-size", 8)
-    assert done.returncode == 1
-    expected = rf"train_ray_ddp_with_ray_data\.py: {sentence} .+ --on-corrupt skip\."
-    assert re.fullmatch(expected, done.stderr.splitlines()[-1])
+    sentence = r"\S+shard-00004\.parquet is not a whole Parquet file"
+    assert fails_with(done, sentence), done.stderr
+
+
+def test_a_run_on_its_own_data_keeps_what_it_saved_when_an_image_is_damaged(tmp_path):
+    """It generates, trains, is resumed and fails, and goes on with the data mended."""
+    arguments = ["--data-size-gb", 0.004, "--num-workers", 1, "--smoke-test"]
+    arguments += ["--checkpoint-dir", tmp_path / "runs", "--num-epochs"]
+    home = {"WORKSHOP_STORAGE": str(tmp_path)}
+    done = run(*arguments, 1, **home)
+    assert done.returncode == 0, done.stderr
+    assert re.search(
+        r"epoch 1: .*rows 128, corrupt 0, accuracy 0\.\d+, \d+ rows per", done.stdout
+    )
+    (saved,) = tmp_path.glob("runs/*/checkpoint_*/checkpoint.pt")
+    before = saved.read_bytes()
+
+    (shard,) = tmp_path.glob("digits-224/train-*/shard-*.parquet")
+    whole, table = shard.read_bytes(), pq.read_table(shard)
+    images = table["image"].to_pylist()
+    images[7] = images[7][:100]
+    pq.write_table(table.set_column(1, table.schema.field(1), pa.array(images)), shard)
+    # ahead of it, write_shards adds a file to reach the size: the damaged one is smaller
+    done = run(*arguments, 2, "--resume", **home)
+    assert fails_with(done, rf"An image in \S+{shard.name} is corrupt"), done.stderr
+    assert saved.read_bytes() == before
+
+    shard.write_bytes(whole)
+    done = run(*arguments, 2, "--resume", **home)
+    assert done.returncode == 0, done.stderr
+    assert "epoch 2: " in done.stdout
+    assert "epoch 1: " not in done.stdout
 
 
 def test_only_what_a_task_could_not_read_has_the_data_read_again():
@@ -138,6 +170,47 @@ def test_decode_gives_black_and_a_label_that_the_loss_ignores():
     assert decoded["label"].tolist() == [script.CORRUPT]
     with pytest.raises(ValueError, match=r"An image in here\.parquet is corrupt"):
         script.decode(batch, on_corrupt="fail")
+
+
+def a_bomb():
+    """A PNG whose header claims 60,000 x 60,000 pixels, which Pillow refuses."""
+    image = bytearray(encode_png(np.zeros([2, 2], np.uint8)))
+    image[16:24] = struct.pack(">II", 60_000, 60_000)
+    image[29:33] = struct.pack(">I", zlib.crc32(image[12:29]))
+    with pytest.raises(Image.DecompressionBombError):
+        Image.open(io.BytesIO(image))
+    return bytes(image)
+
+
+@pytest.mark.parametrize("kind", ["a bomb", "a struct"])
+def test_whatever_cannot_be_decoded_names_its_file(kind):
+    image = a_bomb() if kind == "a bomb" else {"bytes": b"", "path": "1.png"}
+    batch = {"image": [image], "label": np.array([3]), "path": ["here.parquet"]}
+    with pytest.raises(ValueError, match=r"An image in here\.parquet is corrupt"):
+        script.decode(batch)
+    assert script.decode(batch, "skip")["label"].tolist() == [script.CORRUPT]
+
+
+def test_a_batch_of_corrupt_images_does_not_hide_the_loss(monkeypatch):
+    """Its own loss is 0/0."""
+
+    class Shard:
+        def iter_torch_batches(self, **_):
+            for label in (3, script.CORRUPT):
+                yield {
+                    "image": torch.zeros(2, 1, 28, 28),
+                    "label": torch.full([2], label),
+                }
+
+    monkeypatch.setattr(script, "get_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(script.dist, "all_reduce", lambda counts: None)
+    monkeypatch.setattr(script.dist, "get_world_size", lambda: 1)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    found = script.train_epoch(model, optimizer, Shard(), {"batch_size": 2}, epoch=0)
+    assert 0 < found["loss"] < 10
+    assert found["corrupt"] == 2
+    assert all(p.isfinite().all() for p in model.parameters())
 
 
 def test_an_epoch_stays_on_its_device(monkeypatch):
@@ -208,6 +281,26 @@ class TestSetUp:
     def test_batches_larger_than_a_shard_are_refused(self, whole_files):
         with pytest.raises(ValueError, match="The batch size is 145, but each of 1"):
             script.set_up(options(data_path=str(whole_files), batch_size=145))
+
+    def test_columns_that_are_missing_are_named(self, tmp_path):
+        pq.write_table(
+            pa.table({"picture": [b""], "label": [1]}), tmp_path / "a.parquet"
+        )
+        with pytest.raises(ValueError, match="has no column image"):
+            script.set_up(options(data_path=str(tmp_path)))
+
+    def test_no_cpu_to_decode_with_is_said(self, whole_files, monkeypatch):
+        monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 1})
+        with pytest.raises(RuntimeError, match="none is left to read and decode"):
+            script.set_up(options(data_path=str(whole_files)))
+
+    def test_all_nodes_have_to_share_both_folders(
+        self, whole_files, tmp_path, monkeypatch
+    ):
+        asked = []
+        monkeypatch.setattr(script.preflight, "check_shared", asked.append)
+        script.set_up(options(data_path=str(whole_files), checkpoint_dir=tmp_path))
+        assert asked == [tmp_path, str(whole_files)]
 
     def test_more_workers_than_the_cluster_has_room_for_are_refused(self, whole_files):
         with pytest.raises(RuntimeError, match="asks for 99 workers"):

@@ -13,11 +13,15 @@ from pathlib import Path
 
 import psutil
 import pytest
+import ray.train
 import torch
 import torch.distributed as dist
+from ray.train import Checkpoint, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
 
 from tests import scripts
 from utils.launch import run_ranks
+from utils.models import resnet18
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
@@ -168,10 +172,11 @@ def test_a_restart_without_a_shared_folder_is_said(tmp_path):
     def set_up():
         os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
         train_ddp = scripts.load(scripts.TRAIN_DDP)
-        args = Namespace(dataset="digits", batch_size=8, resume=False)
+        args = Namespace(dataset="digits", batch_size=8, epochs=1, resume=False)
         args.checkpoint_dir = tmp_path / os.environ["RANK"]
         if os.environ["RANK"] == "0":
-            state = {"model": train_ddp.resnet18().state_dict(), "epoch": 0}
+            state = {"model": train_ddp.resnet18().state_dict()}
+            state |= {"optimizer": {}, "epoch": 0}
             train_ddp.save_checkpoint(state, args.checkpoint_dir / "checkpoint.pt")
         try:
             return train_ddp.set_up(args)[4]["epoch"]
@@ -189,7 +194,7 @@ def test_more_workers_than_gpus_is_said_by_every_rank(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="more workers than GPUs \\(1\\)"):
-        train_ddp.set_up(None)
+        train_ddp.set_up(Namespace(batch_size=8, epochs=1))
 
 
 def test_one_rank_speaks_for_all():
@@ -231,6 +236,7 @@ def no_network(monkeypatch):
     [
         (["--dataset", "mnist"], "'digits'"),
         (["--batch-size", 2000], "lower --batch-si"),
+        (["--batch-size", 0], "--batch-size has to be at least 1"),
     ],
 )
 def test_bad_input_that_workers_find(
@@ -264,22 +270,97 @@ def test_wrong_mode_names_the_three(path, complaint, monkeypatch):
     assert "auto, smoke and full" in complaint(path)
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda file: file.write_bytes(file.read_bytes()[:1000]),
-        lambda file: torch.save({"model": {"another.weight": torch.ones(1)}}, file),
-    ],
-    ids=["damaged", "of another model"],
-)
-def test_a_checkpoint_that_does_not_fit(spoil, tmp_path, complaint):
+WHOLE = {"optimizer": {}, "epoch": 0}
+SPOILT = {
+    "damaged": lambda file: file.write_bytes(file.read_bytes()[:1000]),
+    "of another model": lambda file: torch.save(
+        WHOLE | {"model": {"another.weight": torch.ones(1)}}, file
+    ),
+    "weights alone": lambda file: torch.save({"model": resnet18().state_dict()}, file),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("how", SPOILT)
+def test_a_checkpoint_that_does_not_fit(path, how, tmp_path, complaint, monkeypatch):
     file = tmp_path / "checkpoint.pt"
-    torch.save({"model": {}, "epoch": 0}, file)
-    spoil(file)
+    torch.save({"model": resnet18().state_dict()} | WHOLE, file)
+    SPOILT[how](file)
     before = file.read_bytes()
-    said = complaint(scripts.TRAIN_DDP, "--resume", "--checkpoint-dir", tmp_path)
+    if path == scripts.TRAIN_DDP:
+        said = complaint(path, "--resume", "--checkpoint-dir", tmp_path)
+    else:  # what a worker raises, which ends the run with this sentence
+        there = Checkpoint.from_directory(tmp_path)
+        monkeypatch.setattr(ray.train, "get_checkpoint", lambda: there)
+        with pytest.raises(ValueError, match="start without --resume") as raised:
+            scripts.load(path).load_latest(resnet18())
+        said = str(raised.value)
     assert "damaged or of another model" in said
+    assert "\n" not in said
     assert file.read_bytes() == before
+
+
+def test_a_disk_that_fills_up_is_one_sentence(complaint, monkeypatch, tmp_path):
+    """In the middle of the run; what other files hold is untouched."""
+    (tmp_path / "writable").write_text("of the reader")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    arguments = ["--epochs", 1, "--batch-size", 700, "--checkpoint-dir", tmp_path]
+    said = complaint(scripts.TRAIN_DDP, *arguments)
+    assert "cannot be written" in said
+    assert "No space left" in said
+    assert (tmp_path / "writable").read_text() == "of the reader"
+
+
+def test_resume_asks_for_a_writable_folder_first(complaint, monkeypatch, tmp_path):
+    """Not after an epoch of work."""
+    state = {"model": resnet18().state_dict()} | WHOLE
+    torch.save(state, tmp_path / "checkpoint.pt")
+
+    def read_only(*_, **__):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", read_only)
+    said = complaint(scripts.TRAIN_DDP, "--resume", "--checkpoint-dir", tmp_path)
+    assert said.endswith("cannot be written to (Read-only file system): name another.")
+
+
+def test_a_single_worker_of_ray_goes_on_with_the_next_order(monkeypatch, tmp_path):
+    """Ray gives it no DistributedSampler; resumed, it must not repeat the first order."""
+    script = scripts.load(scripts.TRAIN_RAY_DDP)
+
+    def orders(first_epoch):
+        seen = []
+
+        def train_epoch(model, optimizer, train_loader):
+            seen.append(torch.cat([labels for _, labels in train_loader]).tolist())
+            return 0.0
+
+        monkeypatch.setattr(script, "train_epoch", train_epoch)
+        monkeypatch.setattr(script, "load_latest", lambda model: (None, first_epoch))
+
+        def train_alone(config):  # Ray ends the group afterwards
+            store = dist.HashStore()
+            dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+            script.train_fn(config)
+
+        TorchTrainer(
+            train_alone,
+            train_loop_config={"dataset": "digits", "epochs": 2, "batch_size": 32}
+            | {"lr": 1e-3},
+            scaling_config=ScalingConfig(num_workers=0),  # in this process
+            run_config=RunConfig(storage_path=str(tmp_path)),
+        ).fit()
+        return seen
+
+    monkeypatch.setattr(script, "evaluate", lambda *_: 0.0)
+    monkeypatch.setattr(script, "report", lambda *_: None)
+    first, second = orders(0)
+    assert first != second
+    assert orders(1) == [second]
 
 
 def test_a_checkpoint_is_written_whole_or_not_at_all(tmp_path):

@@ -219,9 +219,9 @@ def test_what_a_worker_of_ray_finds_is_one_sentence(script, monkeypatch):
 def sentence(monkeypatch):
     """A function that calls a script here, as the only rank, and returns what it says."""
 
-    def call(script: Path, *flags) -> str:
+    def call(script: Path, *flags, mode: str = "smoke") -> str:
         rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-        for name, value in (rank | {"WORKSHOP_MODE": "smoke"}).items():
+        for name, value in (rank | {"WORKSHOP_MODE": mode}).items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(sys, "argv", [script.name, *map(str, flags)])
         with pytest.raises(SystemExit) as stopped:
@@ -306,6 +306,46 @@ def read_config(tmp_path, monkeypatch, batch_size=None, stage=None, **changes):
 def test_deepspeed_says_what_is_wrong(changes, says, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=says):
         read_config(tmp_path, monkeypatch, **changes)
+
+
+@pytest.mark.parametrize(
+    ("whole", "passes", "fits"),
+    [
+        (None, 1, True),
+        (64, 2, True),
+        (64, None, True),
+        (64, 1, False),
+        (40, None, False),
+    ],
+)
+def test_batch_sizes_of_a_config_have_to_agree(whole, passes, fits):
+    """On two workers with 16 texts each."""
+    script = scripts.load(sharding.TRAIN_DEEPSPEED)
+    config = {"train_micro_batch_size_per_gpu": 16, "train_batch_size": whole}
+    config["gradient_accumulation_steps"] = passes
+    if fits:
+        script.check_batch_size(config, 2)
+    else:
+        with pytest.raises(ValueError, match=r"says train_batch_size .*leave out"):
+            script.check_batch_size(config, 2)
+
+
+def test_offload_leaves_the_optimizer_to_the_script(tmp_path, monkeypatch):
+    """DeepSpeed would insist on one of its own; `null` means no offload."""
+    script = scripts.load(sharding.TRAIN_DEEPSPEED)
+    config = read_config(tmp_path, monkeypatch, zero={"offload_optimizer": None})
+    assert "zero_force_ds_cpu_optimizer" not in config
+    monkeypatch.setattr(script.settings, "device", lambda: torch.device("cuda"))
+    arguments = {"ds_config": tmp_path / "gpu.json", "stage": 2, "batch_size": None}
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    arguments["ds_config"].write_text(json.dumps({"zero_optimization": zero}))
+    config = script.read_config(type("Arguments", (), arguments))
+    assert config["zero_force_ds_cpu_optimizer"] is False
+
+
+@pytest.mark.parametrize("path", [sharding.TRAIN_FSDP2, sharding.TRAIN_DEEPSPEED])
+def test_a_wrong_mode_is_said(path, sentence):
+    assert "auto, smoke and full" in sentence(path, mode="fast")
 
 
 def test_the_config_that_ships_is_right(tmp_path, monkeypatch):

@@ -181,8 +181,8 @@ def _connect(num_cpus: int, address: str | None, options: dict) -> str:
         # Other nodes do not have this folder. Here `utils` is installed, and sending it
         # would make Ray prepare an environment: measured, 5 s of the first fit.
         runtime_env["py_modules"] = [str(Path(__file__).parent)]
-        if mode := os.environ.get("WORKSHOP_MODE"):
-            runtime_env["env_vars"] = {"WORKSHOP_MODE": mode}
+        ours = ("WORKSHOP_MODE", "WORKSHOP_STORAGE")
+        runtime_env["env_vars"] = {n: os.environ[n] for n in ours if n in os.environ}
     defaults = {
         "address": address,
         "runtime_env": runtime_env,

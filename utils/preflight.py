@@ -20,6 +20,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from utils.settings import storage_path
 
+# In what S3 and GCS say of access and networks; errors of files have a number instead.
+_OF_A_STORE = ("AWS Error", "google::cloud")
+
 
 class NoRestartOnBadInput(UserCallback):
     """For `RunConfig(callbacks=[...])`: a restart is for workers that died.
@@ -109,7 +112,7 @@ def find_parquet(path: str) -> tuple[fs.FileSystem, list[str]]:
         infos = [info]
         if info.type == fs.FileType.Directory:
             infos = system.get_file_info(fs.FileSelector(root, recursive=True))
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, ImportError, pa.ArrowException) as error:
         raise OSError(
             f"The data at {path} cannot be read ({str(error).splitlines()[0]}): correct "
             "--data-path, or your access to it."
@@ -136,6 +139,7 @@ def check_parquet(
     Raises:
         ValueError: a file lacks one of `columns`; is corrupt, unless `skip_corrupt`; or
             all are.
+        OSError: a file may be whole, but cannot be read.
     """
 
     pages = skip_corrupt if pages is None else pages
@@ -149,9 +153,13 @@ def check_parquet(
                     parquet.read_row_group(group, columns)
                 return parquet.metadata
         except (pa.ArrowException, OSError) as error:
+            reason = str(error).splitlines()[0]
+            if getattr(error, "errno", None) or any(s in reason for s in _OF_A_STORE):
+                raise OSError(
+                    f"{file} cannot be read ({reason}): correct your access to it."
+                ) from None
             if skip_corrupt:
                 return None
-            reason = str(error).splitlines()[0]
             raise ValueError(
                 f"{file} is not a whole Parquet file ({reason}): replace it, or leave "
                 "such files out with --on-corrupt skip."
@@ -198,7 +206,8 @@ def check_shared(folder: str | Path) -> None:
         OSError: a node does not see a file that is there, written now if that is possible.
     """
     nodes = [node for node in ray.nodes() if node["Alive"]]
-    if len(nodes) < 2 or "://" in str(folder):
+    folder = str(folder).removeprefix("file://")
+    if len(nodes) < 2 or "://" in folder:
         return
     folder = Path(folder).expanduser().absolute()
     there = marker = folder / f".shared-{uuid.uuid4().hex}"

@@ -23,10 +23,9 @@ def load_deepspeed():
     import deepspeed
 
     deepspeed.utils.logger.setLevel(logging.ERROR)
-    with _linker_silenced():  # the first look at this table fills it
-        compatible = deepspeed.ops.__compatible_ops__
     if device == "cpu":
-        compatible["deepspeed_shm_comm"] = False
+        with _linker_silenced():  # the first look at this table fills it
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
 
