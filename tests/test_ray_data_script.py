@@ -144,7 +144,6 @@ def test_a_run_on_its_own_data_keeps_what_it_saved_when_an_image_is_damaged(tmp_
     images = table["image"].to_pylist()
     images[7] = images[7][:100]
     pq.write_table(table.set_column(1, table.schema.field(1), pa.array(images)), shard)
-    # ahead of it, write_shards adds a file to reach the size: the damaged one is smaller
     done = run(*arguments, 2, "--resume", **home)
     assert fails_with(done, rf"An image in \S+{shard.name} is corrupt"), done.stderr
     assert saved.read_bytes() == before
