@@ -12,7 +12,6 @@ import contextlib
 import gc
 import os
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -108,17 +107,6 @@ def load_checkpoint(path, model):
     return state
 
 
-def check_writable(folder):
-    """Now, and not after an epoch."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise OSError(
-            f"The folder {folder} cannot be written to ({error.strerror}): name another."
-        ) from None
-
-
 def set_up(args):
     """Everything that can be wrong with how the script was called, checked first."""
     if args.batch_size < 1 or args.epochs < 0:
@@ -158,7 +146,7 @@ def set_up(args):
             "or name another folder."
         )
     if path and dist.get_rank() == 0:
-        check_writable(path.parent)
+        settings.check_writable(path.parent)
     return device, train_set, test_set, model, state, path
 
 

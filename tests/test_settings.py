@@ -108,8 +108,8 @@ def test_storage_path_that_cannot_be_written(monkeypatch, tmp_path, place):
     (tmp_path / "file").touch()
     path = place.format(tmp=tmp_path)
     monkeypatch.setenv("WORKSHOP_STORAGE", path)
-    with pytest.raises(OSError, match="set WORKSHOP_STORAGE to a folder") as e:
+    with pytest.raises(OSError, match="set WORKSHOP_STORAGE to another") as e:
         settings.storage_path()
-    assert f"Results cannot be written to {path} (" in str(e.value)
+    assert f"The folder {path} cannot be written to (" in str(e.value)
     assert "None" not in str(e.value)
     assert "\n" not in str(e.value)

@@ -5,7 +5,6 @@ Import `utils.cluster` first: it sets what Ray reads when it is imported.
 
 import contextlib
 import os
-import tempfile
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,7 @@ from pyarrow import fs
 from ray.train import UserCallback
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from utils.settings import storage_path
+from utils.settings import check_writable, storage_path
 
 # In what S3 and GCS say of access and networks; errors of files have a number instead.
 _OF_A_STORE = ("AWS Error", "google::cloud")
@@ -85,13 +84,7 @@ def find_run(name: str, folder: Path | None, resume: bool) -> tuple[str, Path]:
             f"{folder} holds an earlier run: add --resume to go on from it, or name "
             "another folder."
         )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise OSError(
-            f"The folder {folder} cannot be written to ({error.strerror}): name another."
-        ) from None
+    check_writable(folder)
     return name, folder
 
 

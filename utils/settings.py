@@ -98,15 +98,23 @@ def storage_path() -> Path:
     else:
         path = Path(__file__).parent.parent / "build" / "storage"
     path = path.absolute()
+    check_writable(path, "set WORKSHOP_STORAGE to another")
+    return path
+
+
+def check_writable(folder: Path, mend: str = "name another") -> None:
+    """Create `folder` if needed, and find out now, not after an epoch, if it is of use.
+
+    Raises:
+        OSError: it cannot be created or written to; says so, and to `mend` it.
+    """
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=path).close()
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise OSError(
-            f"Results cannot be written to {path} ({error.strerror}): set "
-            "WORKSHOP_STORAGE to a folder you can write to."
+            f"The folder {folder} cannot be written to ({error.strerror}): {mend}."
         ) from None
-    return path
 
 
 def _cuda_is_available() -> bool:
