@@ -4,7 +4,7 @@ To add a strategy, add an entry to STRATEGIES.
 """
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -90,10 +90,21 @@ CONTROLS = {
 }
 
 
+def batches(strategy: Strategy) -> Iterator[list[torch.Tensor]]:
+    """This rank's images and labels, step by step."""
+    data = Subset(digits("train"), range(IMAGES))
+    sampler = DistributedSampler(data, shuffle=True)
+    loader = DataLoader(data, GLOBAL_BATCH // dist.get_world_size(), sampler=sampler)
+    for epoch in range(EPOCHS):
+        if strategy.calls_set_epoch:
+            sampler.set_epoch(epoch)
+        yield from loader
+
+
 def train(
-    strategy: Strategy, dtype: torch.dtype, steps: int | None = None
+    strategy: Strategy, dtype: torch.dtype, batches: Iterable
 ) -> dict[str, torch.Tensor]:
-    """Train on this rank; with `steps`, only so many.
+    """Train on this rank's `batches`, one step for each.
 
     Returns the loss of each step, averaged over the ranks ("losses", [steps]), the
     gradient of the first step ("gradient", [parameters]) and the parameters after the
@@ -102,19 +113,11 @@ def train(
     torch.manual_seed(0)
     model = strategy.wrap(resnet18(norm=strategy.norm).to(dtype))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
-    data = Subset(digits("train"), range(IMAGES))
-    sampler = DistributedSampler(data, shuffle=True)
-    loader = DataLoader(data, GLOBAL_BATCH // dist.get_world_size(), sampler=sampler)
     losses, gradient = [], None
-    for epoch in range(EPOCHS):
-        if strategy.calls_set_epoch:
-            sampler.set_epoch(epoch)
-        for images, labels in loader:
-            if len(losses) == steps:
-                break
-            losses.append(strategy.step(model, optimizer, images.to(dtype), labels))
-            if gradient is None:
-                gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+    for images, labels in batches:
+        losses.append(strategy.step(model, optimizer, images.to(dtype), labels))
+        if gradient is None:
+            gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
     mean_losses = torch.stack(losses)
     dist.all_reduce(mean_losses)
     return {
@@ -124,21 +127,21 @@ def train(
     }
 
 
+def train_twice(strategy: Strategy, batches: list) -> dict[str, torch.Tensor]:
+    """In float64 over all steps, with the gradient of the first one in float32 as
+    "gradient32"."""
+    single = train(strategy, torch.float32, batches[:1])
+    return train(strategy, torch.float64, batches) | {"gradient32": single["gradient"]}
+
+
 def train_all(strategies: dict[str, Strategy]) -> dict[str, dict[str, torch.Tensor]]:
-    """Every strategy in float64 over all steps, with the gradient of the first one in
-    float32 as "gradient32"."""
-    results = {}
-    for name, strategy in strategies.items():
-        results[name] = train(strategy, torch.float64)
-        single = train(strategy, torch.float32, steps=1)
-        results[name]["gradient32"] = single["gradient"]
-    return results
+    return {name: train_twice(s, list(batches(s))) for name, s in strategies.items()}
 
 
-def train_ranks(strategies: dict[str, Strategy]) -> dict[str, dict[str, torch.Tensor]]:
-    """`train_all` in a process group of its own; the results of rank 0, elsewhere none."""
+def in_a_group(train: Callable[..., dict], *args) -> dict[str, dict[str, torch.Tensor]]:
+    """`train(*args)` in a process group; the results of rank 0, elsewhere none."""
     dist.init_process_group("gloo")
-    results = train_all(strategies)
+    results = train(*args)
     gc.collect()  # DDP's objects, before the group they hold on to
     is_first = dist.get_rank() == 0
     dist.destroy_process_group()

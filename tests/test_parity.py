@@ -6,7 +6,6 @@ gradient. ResNet-18 is trained where every rank has the whole model, a GPT where
 sharded.
 """
 
-import gc
 import io
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +28,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests import parity, scripts, sharding
 from utils.datasets import write_shards
 from utils.launch import run_ranks
-from utils.models import resnet18
 
 FLOAT64, FLOAT32 = 1e-10, 1e-5
 # In float64 as well, DeepSpeed's optimizer steps on float32 copies of the weights.
@@ -62,7 +60,7 @@ def with_ranks(num_workers: int) -> dict[str, dict[str, torch.Tensor]]:
     chosen = {n: s for n, s in parity.STRATEGIES.items() if s.launcher == "torchrun"}
     if num_workers == 2:
         chosen |= parity.CONTROLS
-    return run_ranks(parity.train_ranks, num_workers, chosen)[0]
+    return run_ranks(parity.in_a_group, num_workers, parity.train_all, chosen)[0]
 
 
 @cache
@@ -177,56 +175,54 @@ def test_mistakes_of_sharding_are_seen():
     assert relative(found["shards"], found["weight"]) > 1e6 * FLOAT64
 
 
-def streamed(shards: list[str], decode) -> list[list[dict[str, torch.Tensor]]]:
-    """Four shuffled batches for each of two ranks, as Ray Data deals them out."""
+def streamed(shards: list[str], decode, ranks: int) -> list[list[dict]]:
+    """Ten shuffled batches for each rank, as Ray Data deals them out."""
     dataset = ray.data.read_parquet(shards, shuffle="files").map_batches(
         lambda batch: decode(batch) | {"id": batch["id"]}, batch_size=32
     )
 
     def read(split):
-        return list(
-            split.iter_torch_batches(batch_size=8, local_shuffle_buffer_size=32)
-        )
+        size = parity.GLOBAL_BATCH // ranks
+        options = {"batch_size": size, "local_shuffle_buffer_size": 32}
+        return list(split.iter_torch_batches(**options))[:10]
 
-    with ThreadPoolExecutor(2) as pool:
-        return [b[:4] for b in pool.map(read, dataset.streaming_split(2, equal=True))]
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(read, dataset.streaming_split(ranks, equal=True)))
 
 
-def loaded(shards: list[str], orders: list[list[int]]) -> list[list[tuple]]:
-    """By rank, what a DataLoader makes of the same files in the given order of rows."""
+def loaded(shards: list[str], orders: list[list[list[int]]]) -> list[list[tuple]]:
+    """By rank, what a DataLoader makes of the same files, given the rows of each batch."""
     rows = pq.read_table(shards).to_pydict()
     pictures = [np.asarray(Image.open(io.BytesIO(image))) for image in rows["image"]]
     images = torch.tensor(np.stack(pictures))[:, None] / 255
     in_memory = TensorDataset(images, torch.tensor(rows["label"]))
-    return [list(DataLoader(in_memory, batch_size=8, sampler=ids)) for ids in orders]
+    return [list(DataLoader(in_memory, batch_sampler=order)) for order in orders]
 
 
-def test_training_through_ray_data_equals_the_dataloader(tmp_path):
-    """Same order of rows: the same weights, bit for bit, and those of one process."""
-    script = scripts.load(scripts.TRAIN_RAY_DDP_WITH_RAY_DATA)
+def train_on_each(orders: dict[str, list[list[tuple]]]) -> dict[str, dict]:
+    step = scripts.load(scripts.TRAIN_RAY_DDP_WITH_RAY_DATA).train_step
+    strategy, rank = parity.Strategy(DDP, step), dist.get_rank()
+    return {n: parity.train_twice(strategy, ranks[rank]) for n, ranks in orders.items()}
+
+
+def test_training_through_ray_data_equals_the_dataloader(tmp_path, num_workers):
+    """Same order of rows: the same result, bit for bit, and that of one process."""
+    decode = scripts.load(scripts.TRAIN_RAY_DDP_WITH_RAY_DATA).decode
     shards = [str(p) for p in write_shards(tmp_path, 4e-4, 28, rows_per_shard=48)]
-    batches = streamed(shards, script.decode)
+    batches = streamed(shards, decode, num_workers)
     by_ray = [[(b["image"], b["label"]) for b in rank] for rank in batches]
-    orders = [torch.cat([b["id"] for b in rank]).tolist() for rank in batches]
-    by_loader = loaded(shards, orders)
+    by_loader = loaded(shards, [[b["id"].tolist() for b in rank] for rank in batches])
+    orders = {"Ray Data": by_ray, "DataLoader": by_loader}
+    if num_workers == 2:
+        orders["another order"] = [by_ray[0][::-1], by_ray[1]]
+    found = run_ranks(parity.in_a_group, num_workers, train_on_each, orders)[0]
+    whole = [[torch.cat(share) for share in zip(*step)] for step in zip(*by_loader)]
+    alone = run_ranks(parity.in_a_group, 1, train_on_each, {"alone": [whole]})[0]
 
-    def train(batches_of_ranks):
-        dist.init_process_group("gloo")
-        torch.manual_seed(0)
-        model = DDP(resnet18().double())
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
-        for images, labels in batches_of_ranks[dist.get_rank()]:
-            script.train_step(model, optimizer, images.double(), labels)
-        result = torch.cat([p.detach().flatten() for p in model.parameters()])
-        del model, optimizer
-        gc.collect()  # DDP's objects, before the group they hold on to
-        dist.destroy_process_group()
-        return result
-
-    of_ray = run_ranks(train, 2, by_ray)[0]
-    assert torch.equal(of_ray, run_ranks(train, 2, by_loader)[0])
-    whole = [[torch.cat(pair) for pair in zip(*step)] for step in zip(*by_loader)]
-    alone = run_ranks(train, 1, [whole])[0]
-    assert relative(of_ray, alone) < FLOAT64
-    swapped = run_ranks(train, 2, [by_ray[0][::-1], by_ray[1]])[0]
-    assert relative(swapped, alone) > 1e6 * FLOAT64  # another order is seen
+    assert len(alone["alone"]["losses"]) == 10
+    for key, theirs in alone["alone"].items():
+        assert torch.equal(found["Ray Data"][key], found["DataLoader"][key])
+        tolerance = FLOAT32 if key == "gradient32" else FLOAT64
+        assert relative(found["Ray Data"][key], theirs) < tolerance
+        if num_workers == 2:  # a negative control
+            assert relative(found["another order"][key], theirs) > 1e6 * FLOAT64
