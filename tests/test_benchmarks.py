@@ -73,7 +73,8 @@ def test_a_bar_is_met_only_if_the_whole_interval_clears_it(
 
 def test_cells_that_only_import_or_start_ray_are_start_up():
     assert executing.is_start_up("import ray\nfrom a import (\n    b,\n)")
-    assert executing.is_start_up("start_ray(2)")
+    assert executing.is_start_up("start_ray(2)\ntrainer = TorchTrainer(train)")
+    assert not executing.is_start_up("def again():\n    start_ray(2)")
     assert not executing.is_start_up("start_ray(2)\nresult = fit()")
     assert not executing.is_start_up("print(1)")
 
