@@ -190,7 +190,7 @@ def test_results_cannot_be_written(monkeypatch, tmp_path):
     monkeypatch.setenv("WORKSHOP_STORAGE", str(tmp_path / "file" / "folder"))
     result = doctor.disk()
     assert result.state == "FAIL"
-    assert "set WORKSHOP_STORAGE to a folder you can write to" in result.mend
+    assert "set WORKSHOP_STORAGE to another" in result.mend
     monkeypatch.setenv("WORKSHOP_STORAGE", "s3://bucket/folder")
     assert doctor.disk().state == "FAIL"
     assert "must be a folder" in doctor.disk().mend
