@@ -104,6 +104,13 @@ def test_errors_are_announced(notebook):
         assert failed == expected, cell.source
 
 
+def test_no_stream_holds_a_traceback(notebook):
+    """An error that a lesson means to show is an output of its own kind."""
+    for cell in code_cells(notebook):
+        for output in cell.outputs:
+            assert "Traceback (most recent" not in output.get("text", ""), cell.source
+
+
 def test_metadata_name_the_kernel_only(notebook):
     assert set(notebook.metadata) == {"kernelspec", "language_info"}
     assert notebook.metadata.kernelspec.name == "python3"
