@@ -90,7 +90,7 @@ CONTROLS = {
 }
 
 
-def batches(strategy: Strategy) -> Iterator[list[torch.Tensor]]:
+def batches_of_digits(strategy: Strategy) -> Iterator[list[torch.Tensor]]:
     """This rank's images and labels, step by step."""
     data = Subset(digits("train"), range(IMAGES))
     sampler = DistributedSampler(data, shuffle=True)
@@ -135,7 +135,10 @@ def train_twice(strategy: Strategy, batches: list) -> dict[str, torch.Tensor]:
 
 
 def train_all(strategies: dict[str, Strategy]) -> dict[str, dict[str, torch.Tensor]]:
-    return {name: train_twice(s, list(batches(s))) for name, s in strategies.items()}
+    return {
+        name: train_twice(strategy, list(batches_of_digits(strategy)))
+        for name, strategy in strategies.items()
+    }
 
 
 def in_a_group(train: Callable[..., dict], *args) -> dict[str, dict[str, torch.Tensor]]:
