@@ -13,7 +13,6 @@ import gc
 import os
 import sys
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -35,7 +34,7 @@ def parse_args():
         "--dataset", default="digits", help=", ".join(datasets.DATASETS)
     )
     parser.add_argument(
-        "--checkpoint-dir", type=Path, help="save there after each epoch"
+        "--checkpoint-dir", type=settings.local_path, help="save there after each epoch"
     )
     parser.add_argument("--resume", action="store_true", help="from --checkpoint-dir")
     parser.add_argument(

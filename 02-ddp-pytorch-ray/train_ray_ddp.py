@@ -49,7 +49,7 @@ def parse_args():
         "--dataset", default="digits", help=", ".join(datasets.DATASETS)
     )
     parser.add_argument(
-        "--checkpoint-dir", type=Path, help="save there after each epoch"
+        "--checkpoint-dir", type=settings.local_path, help="save there after each epoch"
     )
     parser.add_argument("--resume", action="store_true", help="from --checkpoint-dir")
     parser.add_argument(

@@ -67,7 +67,7 @@ def parse_args():
     parser.add_argument("--lr", type=float, default=3e-4, help="of AdamW")
     parser.add_argument("--on-corrupt", choices=("fail", "skip"), default="fail")
     parser.add_argument(
-        "--checkpoint-dir", type=Path, help="save there after each epoch"
+        "--checkpoint-dir", type=settings.local_path, help="save there after each epoch"
     )
     parser.add_argument("--resume", action="store_true", help="from --checkpoint-dir")
     parser.add_argument(

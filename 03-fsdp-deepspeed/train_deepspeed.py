@@ -35,17 +35,19 @@ def parse_args():
     parser.add_argument("--lr", type=float, help="of AdamW (default: by run mode)")
     parser.add_argument("--model", choices=MODELS, help="default: by run mode")
     parser.add_argument(
-        "--text", type=Path, help="a text file (default: Python's help)"
+        "--text", type=settings.local_path, help="a text file (default: Python's help)"
     )
     parser.add_argument(
-        "--ds-config", type=Path, default=Path(__file__).with_name("ds_config.json")
+        "--ds-config",
+        type=settings.local_path,
+        default=Path(__file__).with_name("ds_config.json"),
     )
     parser.add_argument("--stage", type=int, help="ZeRO stage, instead of the config's")
-    parser.add_argument("--checkpoint-dir", type=Path)
+    parser.add_argument("--checkpoint-dir", type=settings.local_path)
     parser.add_argument("--save-every", type=int, default=50, help="steps")
     parser.add_argument("--resume", action="store_true", help="from --checkpoint-dir")
     parser.add_argument(
-        "--export", type=Path, help="write the whole model to this file"
+        "--export", type=settings.local_path, help="write the whole model to this file"
     )
     parser.add_argument(
         "--smoke-test", action="store_true", help="on CPU, also with GPUs"
@@ -55,14 +57,6 @@ def parse_args():
         os.environ["WORKSHOP_MODE"] = "smoke"
     args.model = args.model or settings.pick(smoke="smoke", full="gpt2-124m")
     args.lr = args.lr or settings.pick(smoke=3e-3, full=3e-4)
-    for name in (
-        "text",
-        "checkpoint_dir",
-        "export",
-        "ds_config",
-    ):  # Ray's workers run elsewhere
-        path = getattr(args, name)
-        setattr(args, name, path and path.absolute())
     return args
 
 

@@ -11,7 +11,6 @@ import argparse
 import os
 import sys
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -41,7 +40,7 @@ def parse_args():
     parser.add_argument("--clip", type=float, default=1.0, help="gradient norm")
     parser.add_argument("--model", choices=MODELS, help="default: by run mode")
     parser.add_argument(
-        "--text", type=Path, help="a text file (default: Python's help)"
+        "--text", type=settings.local_path, help="a text file (default: Python's help)"
     )
     parser.add_argument(
         "--keep", action="store_true", help="reshard_after_forward=False"
@@ -50,11 +49,11 @@ def parse_args():
     parser.add_argument(
         "--offload", action="store_true", help="keep shards in CPU memory"
     )
-    parser.add_argument("--checkpoint-dir", type=Path)
+    parser.add_argument("--checkpoint-dir", type=settings.local_path)
     parser.add_argument("--save-every", type=int, default=50, help="steps")
     parser.add_argument("--resume", action="store_true", help="from --checkpoint-dir")
     parser.add_argument(
-        "--export", type=Path, help="write the whole model to this file"
+        "--export", type=settings.local_path, help="write the whole model to this file"
     )
     parser.add_argument(
         "--smoke-test", action="store_true", help="on CPU, also with GPUs"
@@ -64,9 +63,6 @@ def parse_args():
         os.environ["WORKSHOP_MODE"] = "smoke"
     args.model = args.model or settings.pick(smoke="smoke", full="gpt2-124m")
     args.lr = args.lr or settings.pick(smoke=3e-3, full=3e-4)
-    for name in ("text", "checkpoint_dir", "export"):  # Ray's workers run elsewhere
-        path = getattr(args, name)
-        setattr(args, name, path and path.absolute())
     return args
 
 

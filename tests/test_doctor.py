@@ -193,7 +193,7 @@ def test_results_cannot_be_written(monkeypatch, tmp_path):
     assert "set WORKSHOP_STORAGE to another" in result.mend
     monkeypatch.setenv("WORKSHOP_STORAGE", "s3://bucket/folder")
     assert doctor.disk().state == "FAIL"
-    assert "must be a folder" in doctor.disk().mend
+    assert "is an address: name a path" in doctor.disk().mend
 
 
 def test_no_compiler(monkeypatch, tmp_path):

@@ -253,7 +253,6 @@ def test_bad_input_that_workers_find(
         (["--dataset", "mnist"], "'digits'"),
         (["--batch-size", 2000], "lower --batch-size"),
         (["--epochs", 0], "--epochs is 0, but has to be at least 1"),
-        (["--checkpoint-dir", "s3://bucket/runs"], "is an address, and has to be a"),
     ],
 )
 def test_bad_input_that_is_found_before_ray_starts(
@@ -262,6 +261,27 @@ def test_bad_input_that_is_found_before_ray_starts(
     monkeypatch.setenv("WORKSHOP_STORAGE", str(tmp_path))
     no_network(monkeypatch)
     assert words in complaint(scripts.TRAIN_RAY_DDP, *arguments)
+
+
+@pytest.mark.parametrize(
+    "path", sorted(scripts.ROOT.glob("0*/train_*.py")), ids=lambda path: path.name
+)
+def test_an_address_is_no_path(path, tmp_path, monkeypatch, capsys):
+    """In every option of every script that names a folder or file to be mounted."""
+    monkeypatch.chdir(tmp_path)
+    parse_args = scripts.load(path).parse_args
+    options = {"--checkpoint-dir", "--text", "--export", "--ds-config"}
+    options &= set(re.findall(r"--[a-z-]+", path.read_text()))
+    assert "--checkpoint-dir" in options
+    for option in options:
+        monkeypatch.setattr(sys, "argv", [path.name, option, "gs://bucket/runs"])
+        with pytest.raises(SystemExit):
+            parse_args()
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert f"{option}: gs://bucket/runs is an address: name a path" in last
+    monkeypatch.setattr(sys, "argv", [path.name, "--checkpoint-dir", "a folder"])
+    assert parse_args().checkpoint_dir == tmp_path / "a folder"
+    assert list(tmp_path.iterdir()) == []
 
 
 @BOTH

@@ -88,7 +88,7 @@ def test_one_thread_whatever_is_imported_first(monkeypatch, first):
 def test_storage_path_that_is_no_folder(monkeypatch, tmp_path, address):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WORKSHOP_STORAGE", address)
-    with pytest.raises(ValueError, match="but must be a folder: name one that all nod"):
+    with pytest.raises(ValueError, match="is an address: name a path"):
         settings.storage_path()
     assert list(tmp_path.iterdir()) == []
 

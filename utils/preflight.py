@@ -60,8 +60,7 @@ def find_run(name: str, folder: Path | None, resume: bool) -> tuple[str, Path]:
     Without a `folder` it is a new run in `storage_path()`.
 
     Raises:
-        ValueError: there is nothing to resume from, a run that is not to be resumed, or
-            `folder` is an address instead of a folder.
+        ValueError: there is nothing to resume from, or a run that is not to be resumed.
         OSError: the run to resume is not there, or `folder` cannot be written to.
     """
     if not folder:
@@ -70,12 +69,6 @@ def find_run(name: str, folder: Path | None, resume: bool) -> tuple[str, Path]:
                 "--resume needs --checkpoint-dir: say where to resume from."
             )
         return f"{name}_{time.strftime('%Y-%m-%d_%H-%M-%S')}", storage_path()
-    if ":/" in str(folder):
-        raise ValueError(
-            f"--checkpoint-dir {folder} is an address, and has to be a folder, on several "
-            "nodes one that all of them mount: name such a folder."
-        )
-    folder = folder.expanduser().absolute()
     exists = (folder / name).exists()
     if resume and not exists:
         raise OSError(f"There is no run in {folder} to resume: leave out --resume.")

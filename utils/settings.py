@@ -1,5 +1,6 @@
 """Run mode, and what follows from it: device, number of workers, where results go."""
 
+import argparse
 import os
 import sys
 import tempfile
@@ -82,24 +83,35 @@ def storage_path() -> Path:
     folder that all of them share.
 
     Raises:
-        ValueError: WORKSHOP_STORAGE is an address, as of a bucket, and not a folder.
+        ValueError: WORKSHOP_STORAGE is an address, as of a bucket.
         OSError: the folder cannot be created or written to.
     """
     shared = Path("/mnt/cluster_storage")
     if chosen := os.environ.get("WORKSHOP_STORAGE"):
-        if "://" in chosen:
-            raise ValueError(
-                f"WORKSHOP_STORAGE is {chosen!r}, but must be a folder: name one that all "
-                "nodes see, such as a mounted disk or bucket."
-            )
-        path = Path(chosen).expanduser()
+        try:
+            path = local_path(chosen)
+        except argparse.ArgumentTypeError as error:
+            raise ValueError(f"WORKSHOP_STORAGE: {error}") from None
     elif shared.is_dir():
         path = shared / "distributed-pytorch"
     else:
-        path = Path(__file__).parent.parent / "build" / "storage"
-    path = path.absolute()
+        path = Path(__file__).absolute().parent.parent / "build" / "storage"
     check_writable(path, "set WORKSHOP_STORAGE to another")
     return path
+
+
+def local_path(text: str) -> Path:
+    """An absolute path; as `type` of an argparse argument, for workers that run elsewhere.
+
+    Raises:
+        argparse.ArgumentTypeError: it is an address, as of a bucket; argparse shows it.
+    """
+    if "://" in text:  # pathlib would take it for a folder named "s3:", here
+        raise argparse.ArgumentTypeError(
+            f"{text} is an address: name a path, on several nodes one that all of them "
+            "mount."
+        )
+    return Path(text).expanduser().absolute()
 
 
 def check_writable(folder: Path, mend: str = "name another") -> None:
