@@ -7,13 +7,17 @@ import sys
 import nbformat
 import numpy as np
 import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests import notebooks
 from tests.benchmarks import __main__ as benchmark
-from tests.benchmarks import executing, report, streaming
+from tests.benchmarks import executing, report, steps, streaming
 from tests.benchmarks.__main__ import FOLDER, main
 from tests.benchmarks.ratios import MET, MISSED, NOT_DECIDED, Ratio, interleave, ratio
 from tests.benchmarks.rows import Row
+from utils.models import GPT, SMOKE
 
 
 def noisy(factor: float, noise: float, pairs: int = 12):
@@ -136,6 +140,58 @@ def test_seconds_of_notebooks_are_kept_until_they_change(three_notebooks):
     assert kept == first
     assert (missing.value, missing.bar, missing.verdict) == ("1", "", "")
     assert "were not executed under nbval since they changed" in missing.what
+
+
+@pytest.mark.parametrize("power", [0.5, 1.0])
+def test_an_exponent_is_found_although_the_machine_slows_down(power):
+    generator, slower = np.random.default_rng(0), iter(np.linspace(1, 1.5, 1000))
+
+    def step(size: int):
+        return lambda: (
+            size**power * next(slower) * np.exp(0.02 * generator.standard_normal())
+        )
+
+    sizes = [1, 4, 16]
+    row = steps.growth_of("x", sizes, [step(size) for size in sizes])
+    assert json.loads(json.dumps(vars(row))) == vars(row)
+    low, high = map(float, row.interval.split(" to "))
+    assert low - 0.005 <= power <= high + 0.005  # as it is rounded
+    assert high - low < 0.05
+    control = row.control.removesuffix(", of 0").split(" to ")
+    assert max(abs(float(end)) for end in control) < 0.03
+
+
+def test_gpt2_is_the_same_training_tuned_and_naive():
+    tuned, naive = steps.gpt2(texts=2, tokens=32, config=SMOKE)
+    assert len(tuned) == len(naive) == 10
+    assert (tuned > 0).all()
+    # model FLOPs: flash attention computes some of them twice, which is no merit
+    math = sdpa_kernel(SDPBackend.MATH)
+    with FlopCounterMode(display=False) as counter, math:
+        GPT(SMOKE)(torch.zeros(2, 32, dtype=torch.long)).sum().backward()
+    assert steps.flops(2, 32, SMOKE) == counter.get_total_flops()
+
+
+def test_the_peaks_of_gpus_are_those_that_the_lesson_names():
+    path = notebooks.ROOT / "03-fsdp-deepspeed" / "04_choosing_a_strategy.ipynb"
+    cells = nbformat.read(path, as_version=4).cells
+    (cell,) = [cell for cell in cells if "PEAK_FLOPS = " in cell.source]
+    lines = [line for line in cell.source.splitlines() if "PEAK_FLOPS " in line]
+    named = {}
+    exec("\n".join(lines), named)
+    assert named["PEAK_FLOPS"] == steps.PEAK_FLOPS
+
+
+def test_the_value_before_stands_beside_the_new_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(benchmark, "FOLDER", tmp_path)
+    for value in ("1.20", "1.10"):
+        found = [Row(10, "executing a", "falling", value)]
+        monkeypatch.setattr(executing, "rows", lambda found=found: found)
+        assert main(["executing"]) == 0
+    assert (
+        "| 10 | executing a | falling | 1.10 |  |  |  | 1.20 |  |"
+        in (tmp_path / "RESULTS.md").read_text()
+    )
 
 
 def test_every_part_names_its_own_machine_and_minutes():

@@ -27,7 +27,9 @@ def main(parts: list[str]) -> int:
     os.environ.update(RECORDING_ENVIRONMENT)  # before torch and Ray are imported
     from tests.benchmarks import report
 
-    results = report.read(FOLDER) if parts else {"parts": {}}
+    earlier = report.read(FOLDER)
+    before = {(r["number"], r["what"]): r["value"] for r in report.all_rows(earlier)}
+    results = earlier if parts else {"parts": {}}
     machine = {
         "cores": os.cpu_count(),
         "processor": platform.machine(),
@@ -42,7 +44,10 @@ def main(parts: list[str]) -> int:
         results["parts"][part] = {
             "machine": machine,
             "seconds": seconds,
-            "rows": [vars(row) for row in rows],
+            "rows": [
+                vars(row) | {"before": before.get((row.number, row.what), "")}
+                for row in rows
+            ],
         }
         report.write(FOLDER, results)  # after each part, so that nothing is lost
         for row in rows:

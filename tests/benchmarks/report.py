@@ -21,10 +21,11 @@ tests.benchmarks PART`, which measures one anew and keeps the others: do not edi
 A value is the median of paired ratios, measured in turns (A B B A ...); its interval is a
 95% bootstrap interval. The control is the same for two neighbours of one variant: how far
 from 1 a ratio is seen where there is no difference. A bar is *met* if the whole interval
-clears it, and *not decided* if the control is wider than the distance to it.
+clears it, and *not decided* if the control is wider than the distance to it. *Before* is
+the value of the run before this one.
 
-| # | what | bar | value | interval | control | verdict | |
-|---|---|---|---|---|---|---|---|
+| # | what | bar | value | interval | control | verdict | before | |
+|---|---|---|---|---|---|---|---|---|
 """
 
 
@@ -53,9 +54,10 @@ def where(results: dict) -> str:
 
 
 def markdown(results: dict) -> str:
-    keys = ("number", "what", "bar", "value", "interval", "control", "verdict", "note")
+    keys = ["number", "what", "bar", "value", "interval", "control", "verdict"]
+    keys += ["before", "note"]
     lines = [
-        "| " + " | ".join(str(row[key]) for key in keys) + " |"
+        "| " + " | ".join(str(row.get(key, "")) for key in keys) + " |"
         for row in all_rows(results)
     ]
     head = HEAD.format(parts=where(results))
