@@ -175,6 +175,11 @@ def zero(
     config = zero_config(stage, GLOBAL_BATCH // world_size // passes) | changes
     config["gradient_accumulation_steps"] = passes
     model = build_model(dtype)
+    if stage == 0 and dtype == torch.float64:
+        # gloo reduces float64, but DeepSpeed's list of types on a CPU leaves it out
+        accelerator = deepspeed.accelerator.get_accelerator()
+        types = {*accelerator.supported_dtypes(), dtype}
+        accelerator.supported_dtypes = lambda: types
     if stage == 3 and dtype == torch.float64:
         # named here, a type is not read off the model: DeepSpeed refuses float64 on CPUs
         # that compute in float16, and on no others
@@ -223,8 +228,7 @@ def zero(
 STRATEGIES = {
     "FSDP2": fsdp2,
     "FSDP2 without resharding": partial(fsdp2, keep=True),
-    # refuses to reduce float64
-    "ZeRO 0": lambda dtype, steps=10: zero(0, torch.float32, steps),
+    "ZeRO 0": partial(zero, 0),
     "ZeRO 1": partial(zero, 1),
     "ZeRO 2": partial(zero, 2),
     "ZeRO 3": partial(zero, 3),

@@ -194,6 +194,22 @@ def test_the_value_before_stands_beside_the_new_one(tmp_path, monkeypatch):
     )
 
 
+def test_a_run_that_is_interrupted_keeps_the_earlier_results(tmp_path, monkeypatch):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(benchmark, "FOLDER", tmp_path)
+    monkeypatch.setattr(benchmark, "PARTS", ("steps", "executing"))
+    monkeypatch.setattr(steps, "rows", lambda: [Row(8, "speed", "", "1")])
+    monkeypatch.setattr(executing, "rows", lambda: [Row(10, "executing", "", "2")])
+    assert main([]) == 0
+    monkeypatch.setattr(executing, "rows", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        main([])
+    numbers = [row["number"] for row in report.all_rows(report.read(tmp_path))]
+    assert numbers == [8, 10]
+
+
 def test_every_part_names_its_own_machine_and_minutes():
     """A part that is measured later, elsewhere, says nothing about the others."""
     machine = {"cores": 2, "processor": "a", "python": "3", "torch": "2", "ray": "1"}

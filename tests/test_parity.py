@@ -30,8 +30,8 @@ from utils.datasets import write_shards
 from utils.launch import run_ranks
 
 FLOAT64, FLOAT32 = 1e-10, 1e-5
-# In float64 as well, DeepSpeed's optimizer steps on float32 copies of the weights.
-FLOAT64_ZERO = {"ZeRO 0": 1e-5, "ZeRO 1": 1e-6, "ZeRO 2": 1e-6, "ZeRO 3": 1e-6}
+# DeepSpeed reduces gradients of float64 models in float32, and keeps float32 copies.
+FLOAT64_ZERO = 1e-6
 STRATEGIES = [*parity.STRATEGIES, *sharding.STRATEGIES]
 WORKERS = (1, 2, 3)
 
@@ -119,7 +119,7 @@ def result(name: str, num_workers: int) -> dict[str, torch.Tensor]:
 def test_float64_equals_one_process_after_ten_steps(name, num_workers):
     ours, theirs = result(name, num_workers), one_process(name in sharding.STRATEGIES)
     assert len(theirs["losses"]) == 10
-    tolerance = FLOAT64_ZERO.get(name, FLOAT64)
+    tolerance = FLOAT64_ZERO if name.startswith("ZeRO") else FLOAT64
     assert relative(ours["losses"], theirs["losses"]) < tolerance
     assert relative(ours["gradient"], theirs["gradient"]) < tolerance
     assert relative(ours["parameters"], theirs["parameters"]) < tolerance

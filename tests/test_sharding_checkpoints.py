@@ -253,6 +253,44 @@ def complaint(load: Callable, *args) -> str:
     return str(said.value)
 
 
+def test_a_checkpoint_of_another_global_batch_is_refused(tmp_path):
+    """Its step would begin at other texts."""
+
+    def said(load: Callable, *args) -> str:
+        with pytest.raises(ValueError, match="global batch of 12") as error:
+            load(*args)
+        return str(error.value)
+
+    def save_and_load():
+        dist.init_process_group("gloo")
+        script = scripts.load(sharding.TRAIN_FSDP2)
+        model = sharding.shard(sharding.build_model(torch.float32))
+        optimizer = torch.optim.AdamW(model.parameters())
+        script.save_checkpoint(model, optimizer, 5, 12, tmp_path / "fsdp2")
+        saved = script.last_checkpoint(tmp_path / "fsdp2")
+        yield said(script.load_checkpoint, model, optimizer, 6, saved)
+
+        os.environ["WORKSHOP_MODE"] = "smoke"
+        script, engines = scripts.load(sharding.TRAIN_DEEPSPEED), []
+        for batch_size in (12, 6):
+            model = sharding.build_model(torch.float32)
+            optimizer = torch.optim.AdamW(model.parameters())
+            config = sharding.zero_config(3, batch_size)
+            engine, *_ = sharding.load_deepspeed().initialize(
+                model=model, optimizer=optimizer, config=config
+            )
+            engines.append(engine)
+        folder = tmp_path / "zero"
+        folder.mkdir()
+        script.save_checkpoint(engines[0], 5, folder)
+        saved = script.last_checkpoint(folder)
+        yield said(script.load_checkpoint, engines[1], saved)
+
+    fsdp2, zero = run_ranks(lambda: list(save_and_load()), 1)[0]
+    assert "1 workers with the given --batch-size make 6" in fsdp2
+    assert "now it is 6" in zero
+
+
 def test_a_damaged_checkpoint_is_said(tmp_path):
     def load():
         dist.init_process_group("gloo")
@@ -281,31 +319,50 @@ def test_a_damaged_checkpoint_is_said(tmp_path):
     assert str(tmp_path) in said[0]
 
 
+def write_config(folder, zero=(), **changes) -> Path:
+    """The file that ships, with changes; those of `zero` in "zero_optimization"."""
+    config = json.loads((FOLDER / "ds_config.json").read_text())
+    config["zero_optimization"] |= dict(zero)
+    path = folder / "changed.json"
+    path.write_text(json.dumps(config | changes))
+    return path
+
+
 def read_config(tmp_path, monkeypatch, batch_size=None, stage=None, **changes):
     monkeypatch.setenv("WORKSHOP_MODE", "smoke")
-    config = json.loads((FOLDER / "ds_config.json").read_text())
-    config["zero_optimization"] |= changes.pop("zero", {})
-    path = tmp_path / "changed.json"
-    path.write_text(json.dumps(config | changes))
+    path = write_config(tmp_path, **changes)
     arguments = {"ds_config": path, "stage": stage, "batch_size": batch_size}
     script = scripts.load(sharding.TRAIN_DEEPSPEED)
     return script.read_config(type("Arguments", (), arguments))
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("flags", "changes", "says"),
     [
-        ({"stage": 4}, "must be 0, 1, 2 or 3"),
-        ({"zero": {"stage": -1}}, "must be 0, 1, 2 or 3"),
-        ({"fp16": {"enabled": True}}, "enable bf16 instead"),
-        ({"batch_size": 8}, "change one of them"),
-        ({"zero": {"offload_optimizer": {"device": "cpu"}}}, "needs a GPU"),
-        ({"zero": {"offload_param": {"device": "nvme"}}}, "libaio"),
+        (["--stage", 4], {}, "must be 0, 1, 2 or 3"),
+        ([], {"zero": {"stage": -1}}, "must be 0, 1, 2 or 3"),
+        ([], {"fp16": {"enabled": True}}, "enable bf16 instead"),
+        (["--batch-size", 8], {}, "change one of them"),
+        ([], {"zero": {"offload_optimizer": {"device": "cpu"}}}, "needs a GPU"),
+        ([], {"zero": {"offload_param": {"device": "nvme"}}}, "libaio"),
     ],
 )
-def test_deepspeed_says_what_is_wrong(changes, says, tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match=says):
-        read_config(tmp_path, monkeypatch, **changes)
+def test_deepspeed_says_what_is_wrong(flags, changes, says, tmp_path, sentence):
+    path = write_config(tmp_path, **changes)
+    assert says in sentence(sharding.TRAIN_DEEPSPEED, "--ds-config", path, *flags)
+
+
+@pytest.mark.parametrize("has_library", [True, False])
+@pytest.mark.parametrize("has_folder", [True, False])
+def test_nvme_needs_a_library_and_a_folder(
+    has_library, has_folder, tmp_path, monkeypatch
+):
+    compatible = sharding.load_deepspeed().ops.__compatible_ops__
+    monkeypatch.setitem(compatible, "async_io", has_library)
+    folder = tmp_path if has_folder else tmp_path / "missing"
+    offload = [{"device": "nvme", "nvme_path": str(folder)}]
+    ready = scripts.load(sharding.TRAIN_DEEPSPEED).nvme_is_ready(offload)
+    assert ready == (has_library and has_folder)
 
 
 @pytest.mark.parametrize(

@@ -171,16 +171,19 @@ class _Allocator:
         self._before = torch.cuda.memory_allocated(self._device)
         return self
 
+    @property
+    def live(self) -> int:
+        return torch.cuda.memory_allocated(self._device) - self._before
+
     def __exit__(self, *error) -> None:
-        self.live = torch.cuda.memory_allocated(self._device) - self._before
         self.peak = torch.cuda.max_memory_allocated(self._device) - self._before
 
 
 def follow_memory(device: torch.device):
     """`live` and `peak` of a `with` block, in bytes beyond what existed before it.
 
-    On a GPU its allocator says them at the end of the block, and sees the work space of
-    kernels, too. On a CPU it is a `count_memory`.
+    On a GPU its allocator says them (the peak at the end of the block), and sees the work
+    space of kernels, too. On a CPU it is a `count_memory`.
     """
     return _Allocator(device) if device.type == "cuda" else count_memory()
 

@@ -27,9 +27,8 @@ def main(parts: list[str]) -> int:
     os.environ.update(RECORDING_ENVIRONMENT)  # before torch and Ray are imported
     from tests.benchmarks import report
 
-    earlier = report.read(FOLDER)
-    before = {(r["number"], r["what"]): r["value"] for r in report.all_rows(earlier)}
-    results = earlier if parts else {"parts": {}}
+    results = report.read(FOLDER)
+    before = {(r["number"], r["what"]): r["value"] for r in report.all_rows(results)}
     machine = {
         "cores": os.cpu_count(),
         "processor": platform.machine(),

@@ -32,7 +32,8 @@ IMAGES = 64, 512
 TEXTS = 8, 64
 # bf16 without sparsity, from NVIDIA's data sheets; the first name that fits counts
 PEAK_FLOPS = {"A100-": 312e12, "A100 ": 312e12, "H100 PCIe": 756e12, "H100 NVL": 835e12}
-PEAK_FLOPS |= {"H100": 989e12, "H200 NVL": 835e12, "H200": 989e12}
+PEAK_FLOPS |= {"H100": 989e12, "H200 NVL": 835e12, "H200": 989e12, "A10G": 70e12}
+PEAK_FLOPS |= {"L40S": 362e12, "L40": 181e12, "L4": 121e12}
 
 
 def seconds_of(step) -> float:
