@@ -125,7 +125,7 @@ def test_a_run_that_meets_a_damaged_page_names_the_file(damaged, tmp_path):
     assert fails_with(done, sentence), done.stderr
 
 
-def test_a_run_on_its_own_data_keeps_what_it_saved_when_an_image_is_damaged(tmp_path):
+def test_a_run_on_its_own_data_keeps_what_it_saved_when_these_are_damaged(tmp_path):
     """It generates, trains, is resumed and fails, and goes on with the data mended."""
     arguments = ["--data-size-gb", 0.004, "--num-workers", 1, "--smoke-test"]
     arguments += ["--checkpoint-dir", tmp_path / "runs", "--num-epochs"]
@@ -145,6 +145,12 @@ def test_a_run_on_its_own_data_keeps_what_it_saved_when_an_image_is_damaged(tmp_
     pq.write_table(table.set_column(1, table.schema.field(1), pa.array(images)), shard)
     done = run(*arguments, 2, "--resume", **home)
     assert fails_with(done, rf"An image in \S+{shard.name} is corrupt"), done.stderr
+    assert saved.read_bytes() == before
+
+    write_with_a_damaged_page(shard, table)
+    done = run(*arguments, 2, "--resume", "--data-path", shard, **home)
+    sentence = rf"\S+{shard.name} is not a whole Parquet file"
+    assert fails_with(done, sentence), done.stderr
     assert saved.read_bytes() == before
 
     shard.write_bytes(whole)

@@ -67,13 +67,15 @@ def check_delivery(epochs, num_rows, num_workers):
         assert all(each == sizes[0] for each in sizes)
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("shuffle", [None, "files", "global"])
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 def test_every_row_once_per_epoch(shards, num_workers, shuffle):
     paths = [str(path) for path in shards]
-    order = "files" if shuffle else None
+    order = "files" if shuffle == "files" else None
     dataset = ray.data.read_parquet(paths, columns=["id"], shuffle=order)
-    buffer_size = 64 if shuffle else None
+    if shuffle == "global":
+        dataset = dataset.random_shuffle()
+    buffer_size = 64 if shuffle == "files" else None
     epochs = consume(dataset, num_workers, 16, buffer_size)
     check_delivery(epochs, 8 * 48, num_workers)
     if shuffle and num_workers == 1:
@@ -109,10 +111,11 @@ def test_a_dataset_of_four_times_the_store_streams_through_it(tmp_path):
     passes, driver = [], []
     for files in (small, small, large):  # the first starts Ray's worker processes
         dataset = ray.data.read_parquet(files).map_batches(decode, batch_size=8)
+        rows, most = 0, 0
         with sample_memory(0.1) as samples:
-            rows = sum(
-                len(b["pixels"]) for b in dataset.iter_torch_batches(batch_size=8)
-            )
+            for batch in dataset.iter_torch_batches(batch_size=8):
+                rows += len(batch["pixels"])
+                most = max(most, private_bytes(psutil.Process()))
         assert rows == 16 * len(files)
         assert max(s.object_store for s in samples) <= 80 * MIB
         assert (
@@ -120,13 +123,24 @@ def test_a_dataset_of_four_times_the_store_streams_through_it(tmp_path):
         )  # it went through the store
         assert samples[-1].spilled == samples[0].spilled
         passes.append(samples)
-        driver.append(private_bytes(psutil.Process()))
+        driver.append(most)
     peaks = [max(s.object_store + s.processes for s in samples) for samples in passes]
     grown = growth(*passes[1:]), driver[2] - driver[1]
     print("together", [f"{n / MIB:.0f} MiB" for n in peaks])
     print("grown, Ray's processes and this one", [f"{n / MIB:.0f} MiB" for n in grown])
     assert peaks[2] / peaks[1] < 1.15
     assert sum(grown) < 0.25 * 0.75 * 336e6  # of the bytes that 4D has more than D
+
+
+def test_what_does_not_fit_the_store_is_counted_as_spilled():
+    """A control: here twice the store is kept."""
+    rows = ray.data.range(160, override_num_blocks=40)
+    with sample_memory(0.1) as samples:
+        kept = rows.map_batches(
+            lambda batch: {"x": np.ones((len(batch["id"]), MIB), np.uint8)}
+        ).materialize()
+    assert kept.count() == 160
+    assert samples[-1].spilled - samples[0].spilled > 40 * MIB
 
 
 def test_a_process_that_starts_is_not_growth_and_one_that_keeps_data_is():
@@ -236,6 +250,20 @@ def test_paths_that_do_not_exist_or_hold_nothing_are_named(tmp_path):
         preflight.find_parquet(str(tmp_path))
     with pytest.raises(OSError, match=r"cannot be read .*correct --data-path"):
         preflight.find_parquet("nonsense://bucket/folder")
+
+
+def test_a_folder_without_access_is_named(tmp_path, monkeypatch):
+    class Locked:
+        @classmethod
+        def from_uri(cls, uri):
+            return cls(), uri
+
+        def get_file_info(self, path):
+            raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(preflight.fs, "FileSystem", Locked)
+    with pytest.raises(OSError, match=r"Permission denied.*your access to it"):
+        preflight.find_parquet(str(tmp_path))
 
 
 def test_missing_columns_are_named(tmp_path):
