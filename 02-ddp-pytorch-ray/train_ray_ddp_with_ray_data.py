@@ -47,7 +47,9 @@ from utils.datasets import write_shards
 from utils.models import resnet18
 
 COLUMNS = ["image", "label"]  # the bytes of an image, and an integer from 0 to 9
-MAX_BLOCKS = 1000  # read tasks per epoch; with more files than that, each reads several
+# Read tasks per epoch; with more files than that, each reads several. An epoch begins by
+# putting all of them into the object store, which takes about 2.5 ms each (measured).
+MAX_BLOCKS = 1000
 CORRUPT = -100  # label of an image that cannot be decoded: cross_entropy ignores it
 
 

@@ -125,7 +125,7 @@ def test_a_run_that_meets_a_damaged_page_names_the_file(damaged, tmp_path):
     assert fails_with(done, sentence), done.stderr
 
 
-def test_a_run_on_its_own_data_keeps_what_it_saved_when_these_are_damaged(tmp_path):
+def test_a_run_on_its_own_data_keeps_what_it_saved_when_that_is_damaged(tmp_path):
     """It generates, trains, is resumed and fails, and goes on with the data mended."""
     arguments = ["--data-size-gb", 0.004, "--num-workers", 1, "--smoke-test"]
     arguments += ["--checkpoint-dir", tmp_path / "runs", "--num-epochs"]
