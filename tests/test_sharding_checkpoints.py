@@ -17,6 +17,7 @@ import torch.distributed as dist
 from ray.train import WorkerGroupError
 
 from tests import scripts, sharding
+from utils import datasets
 from utils.launch import run_ranks
 from utils.models import GPT, SMOKE
 
@@ -118,18 +119,20 @@ def test_zero_names_a_checkpoint_only_when_all_ranks_have_written_it(tmp_path):
     assert run_ranks(save, 2)[0] == (tmp_path / "step-000005", 2)
 
 
-def torchrun(script: Path, *flags, num_workers: int = 2) -> subprocess.Popen:
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+TORCHRUN += ["--nproc_per_node=2", "--max-restarts=1"]
+
+
+def start(command: list) -> subprocess.Popen:
     # else the new ranks may find the addresses of the dead ones (pytorch issue 135712)
     fresh_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc_per_node={num_workers}", "--max-restarts=1", script, *flags]
     return subprocess.Popen(
         [str(part) for part in command],
         cwd=FOLDER,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=os.environ | fresh_store,
+        env=scripts.environment() | fresh_store,
     )
 
 
@@ -141,64 +144,90 @@ def last_line(output: str) -> tuple[int, str]:
 
 
 SCRIPTS = [sharding.TRAIN_FSDP2, sharding.TRAIN_DEEPSPEED]
-STEPS = ["--steps", "25", "--smoke-test"]
+STEPS = 30
+
+
+def trained(script: Path, num_workers: int, *flags: str) -> dict:
+    """What `train` of a script returns on forked ranks, which nothing disturbs."""
+
+    def rank():
+        sys.argv = [script.name, "--smoke-test", *flags]
+        module = scripts.load(script)
+        args = module.parse_args()
+        args.ds_config = module.check(args, restarted=False)
+        dist.init_process_group("gloo")
+        return module.train(args)
+
+    return run_ranks(rank, num_workers)[0]
 
 
 @pytest.fixture(scope="module")
 def undisturbed() -> Callable[[Path], str]:
-    """What a script reports after all steps on two workers that Ray Train starts."""
+    """The losses that a script should report after all steps on two workers."""
 
     @cache
-    def run(script: Path) -> str:
-        ended = subprocess.run(
-            [sys.executable, script, "--num-workers", "2", *STEPS],
-            cwd=FOLDER,
-            env=scripts.environment(),
-            capture_output=True,
-            text=True,
-            timeout=200,
+    def losses(script: Path) -> str:
+        report = trained(script, 2, "--steps", str(STEPS))
+        return (
+            f"last loss {report['losses'][-1]:.3f}, test loss {report['test_loss']:.3f}"
         )
-        assert ended.returncode == 0, ended.stderr[-3000:]
-        assert "Warning" not in ended.stderr
-        return ended.stdout
 
-    return run
+    return losses
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_ray_train_starts_the_scripts_too(script, undisturbed):
-    assert last_line(undisturbed(script))[0] == 1
-
-
-@pytest.mark.parametrize(
-    ("script", "saved"),
-    list(zip(SCRIPTS, ["*/.metadata", "latest"])),
-    ids=["FSDP2", "ZeRO"],
-)
-def test_a_killed_worker_goes_on_from_the_last_checkpoint(
-    script, saved, tmp_path, undisturbed
-):
-    """Under torchrun: to the losses of the run of Ray Train that nothing disturbed.
-
-    The job ends five steps early, and another one goes on from there with --resume.
-    """
-    checkpoints = ["--save-every", 5, "--checkpoint-dir", tmp_path]
-    job = torchrun(script, "--steps", 20, "--smoke-test", *checkpoints)
-    deadline = time.monotonic() + 120
-    while not list(tmp_path.glob(saved)):
+def kill_one(job: subprocess.Popen, workers: Callable, saved: Callable) -> str:
+    """SIGKILL to the last worker of a job that has saved; returns what the job prints."""
+    deadline = time.monotonic() + 240
+    while not saved():
         assert time.monotonic() < deadline
         assert job.poll() is None, job.stdout.read()[-3000:]
         time.sleep(0.05)
-    psutil.Process(job.pid).children()[-1].kill()
-    output, _ = job.communicate(timeout=120)
+    workers(psutil.Process(job.pid))[-1].kill()
+    output, _ = job.communicate(timeout=240)
     assert job.returncode == 0, output[-3000:]
-    assert last_line(output)[0] > 5
-    job = torchrun(script, *STEPS, "--resume", *checkpoints)
-    output, _ = job.communicate(timeout=120)
-    assert job.returncode == 0, output[-3000:]
+    return output
+
+
+def workers_of_ray(driver: psutil.Process) -> list[psutil.Process]:
+    started = driver.children(recursive=True)
+    return [one for one in started if "RayTrainWorker" in " ".join(one.cmdline())]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=["FSDP2", "ZeRO"])
+def test_killed_workers_change_nothing(script, tmp_path, undisturbed):
+    """Ray Train replaces one, and torchrun, which goes on from there, another one."""
+    module = scripts.load(script)
+
+    def saved(step: int) -> bool:
+        checkpoint = module.last_checkpoint(tmp_path)
+        return checkpoint is not None and checkpoint.name == f"step-{step:06d}"
+
+    flags = ["--smoke-test", "--save-every", 5, "--checkpoint-dir", tmp_path]
+    python = [sys.executable, script, "--num-workers", 2]
+    job = start([*python, "--steps", STEPS // 2, *flags])
+    output = kill_one(job, workers_of_ray, lambda: saved(5))
+    assert 5 < last_line(output)[0] <= STEPS // 2
+    assert "Warning" not in output
+
+    job = start([*TORCHRUN, script, "--steps", STEPS, "--resume", *flags])
+    output = kill_one(job, psutil.Process.children, lambda: saved(STEPS // 2 + 5))
     first_step, losses = last_line(output)
-    assert first_step == 21
-    assert last_line(undisturbed(script)) == (1, losses)
+    assert STEPS // 2 + 5 < first_step <= STEPS
+    assert losses == undisturbed(script)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_evaluation_counts_every_text_once(script):
+    torch.manual_seed(0)
+    model = GPT(SMOKE).eval()
+    inputs, targets = datasets.text("test", SMOKE.block_size).tensors
+    assert len(inputs) % 3 > 0
+    with torch.no_grad():
+        logits = model(inputs).flatten(0, 1)
+    loss = torch.nn.functional.cross_entropy(logits, targets.flatten()).item()
+    assert trained(script, 3, "--steps", "0")["test_loss"] == pytest.approx(
+        loss, rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
