@@ -63,7 +63,7 @@ def test_fsdp2_exports_what_it_trained(tmp_path):
     torch.testing.assert_close(model(inputs), logits, atol=1e-5, rtol=0)
 
 
-def test_zero3_exports_and_resumes_on_one_rank_when_converted(tmp_path):
+def test_zero3_exports_and_resumes_on_other_numbers_of_ranks(tmp_path):
     def train_and_save():
         whole = sharding.zero(3, torch.float32)
         return whole, sharding.zero(3, torch.float32, 5, save=tmp_path)
@@ -81,18 +81,16 @@ def test_zero3_exports_and_resumes_on_one_rank_when_converted(tmp_path):
     command += ["--output_folder", tmp_path / "universal"]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
     (tmp_path / "latest").write_text("universal")
-    resumed = run_ranks(
-        lambda: sharding.zero(
-            3,
-            torch.float32,
-            first=5,
-            load=tmp_path,
-            checkpoint={"load_universal": True},
-        ),
-        1,
-    )[0]
-    assert resumed["losses"] == pytest.approx(whole["losses"][5:], abs=1e-5)
-    assert worst(resumed["parameters"], whole["parameters"]) < 1e-4
+    universal = {"load_universal": True}
+    for num_workers in (1, 3):
+        resumed = run_ranks(
+            lambda: sharding.zero(
+                3, torch.float32, first=5, load=tmp_path, checkpoint=universal
+            ),
+            num_workers,
+        )[0]
+        assert resumed["losses"] == pytest.approx(whole["losses"][5:], abs=1e-5)
+        assert worst(resumed["parameters"], whole["parameters"]) < 1e-4
 
 
 def test_zero_names_a_checkpoint_only_when_all_ranks_have_written_it(tmp_path):
