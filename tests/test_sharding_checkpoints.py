@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import psutil
@@ -17,7 +16,6 @@ import torch.distributed as dist
 from ray.train import WorkerGroupError
 
 from tests import scripts, sharding
-from utils import datasets
 from utils.launch import run_ranks
 from utils.models import GPT, SMOKE
 
@@ -145,32 +143,19 @@ SCRIPTS = [sharding.TRAIN_FSDP2, sharding.TRAIN_DEEPSPEED]
 STEPS = 30
 
 
-def trained(script: Path, num_workers: int, *flags: str) -> dict:
-    """What `train` of a script returns on forked ranks, which nothing disturbs."""
+def undisturbed(script: Path) -> str:
+    """What a script should report: the losses of two forked ranks that run through."""
 
-    def rank():
-        sys.argv = [script.name, "--smoke-test", *flags]
+    def train() -> dict:
+        sys.argv = [script.name, "--smoke-test", "--steps", str(STEPS)]
         module = scripts.load(script)
         args = module.parse_args()
         args.ds_config = module.check(args, restarted=False)
         dist.init_process_group("gloo")
         return module.train(args)
 
-    return run_ranks(rank, num_workers)[0]
-
-
-@pytest.fixture(scope="module")
-def undisturbed() -> Callable[[Path], str]:
-    """The losses that a script should report after all steps on two workers."""
-
-    @cache
-    def losses(script: Path) -> str:
-        report = trained(script, 2, "--steps", str(STEPS))
-        return (
-            f"last loss {report['losses'][-1]:.3f}, test loss {report['test_loss']:.3f}"
-        )
-
-    return losses
+    report = run_ranks(train, 2)[0]
+    return f"last loss {report['losses'][-1]:.3f}, test loss {report['test_loss']:.3f}"
 
 
 def kill_one(job: subprocess.Popen, workers: Callable, saved: Callable) -> str:
@@ -192,7 +177,7 @@ def workers_of_ray(driver: psutil.Process) -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=["FSDP2", "ZeRO"])
-def test_killed_workers_change_nothing(script, tmp_path, undisturbed):
+def test_killed_workers_change_nothing(script, tmp_path):
     """Ray Train replaces one, and torchrun, which goes on from there, another one."""
     module = scripts.load(script)
 
@@ -212,22 +197,6 @@ def test_killed_workers_change_nothing(script, tmp_path, undisturbed):
     first_step, losses = last_line(output)
     assert STEPS // 2 + 5 < first_step <= STEPS
     assert losses == undisturbed(script)
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_evaluation_counts_every_text_once(script, tmp_path):
-    """Of 49 texts, three ranks take 16 each at once; two of them get none of the rest."""
-    topics = datasets.text("train", SMOKE.block_size).tensors[0].flatten()
-    path = tmp_path / "topics.txt"
-    path.write_bytes(bytes(topics[: 10 * (49 * SMOKE.block_size + 1)].tolist()))
-    inputs, targets = datasets.text("test", SMOKE.block_size, path).tensors
-    assert len(inputs) == 49
-    torch.manual_seed(0)
-    with torch.no_grad():
-        logits = GPT(SMOKE)(inputs).flatten(0, 1)
-    loss = torch.nn.functional.cross_entropy(logits, targets.flatten()).item()
-    report = trained(script, 3, "--steps", "0", "--text", str(path))
-    assert report["test_loss"] == pytest.approx(loss, rel=1e-5)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)

@@ -87,7 +87,10 @@ def zero_state_bytes(engine) -> State:
     """Bytes of state that this rank holds for a DeepSpeed engine, its partition.
 
     Call it between `backward` and `step`. The optimizer's part contains the fp32 master
-    copy of the parameters, which stages 1 to 3 keep also where the model is fp32.
+    copy of the parameters, which stages 1 to 3 keep also where the model is fp32. Between
+    two passes stage 1 holds all gradients, and stage 2 those of whole weights: of one
+    that the border of two partitions cuts, both ranks hold all. In the last pass each
+    holds its partition.
     """
     outer = engine.optimizer
     parameters = list(engine.module.parameters())
