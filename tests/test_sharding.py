@@ -122,9 +122,10 @@ def test_fsdp2_holds_and_sends_what_the_formulas_say(name):
 def test_zero_holds_and_sends_what_the_formulas_say(stage):
     per_parameter = memory.DEEPSPEED_FP32 if stage else memory.FP32
     predicted = memory.predict(PARAMETERS, 2, stage, per_parameter)
-    # stage 1 holds whole gradients between two passes only, the others in every one
-    result = zero()[stage, "passes"] if stage == 1 else zero()[stage]
-    for state in result["state"]:
+    # stage 1 holds all gradients between two passes only, and stage 2 then more: below
+    one_pass, between = stage, (stage, "passes")
+    moments = {1: [between], 2: [one_pass]}.get(stage, [one_pass, between])
+    for state in sum((zero()[moment]["state"] for moment in moments), []):
         assert list(state) == pytest.approx(list(predicted), rel=0.02)
     sent = comms.predict(f"zero{stage}" if stage else "ddp", 4 * PARAMETERS, 2)
     assert zero()[stage]["sent"] == pytest.approx(sent, rel=0.01)
