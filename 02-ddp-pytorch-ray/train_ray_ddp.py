@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from utils.cluster import start_ray, use_gpu, what_to_mend  # sets what Ray reads
+from utils.cluster import start_ray  # sets what Ray reads when it is imported
 
 import ray.train
 import torch
@@ -33,7 +33,8 @@ from ray.train.torch import (
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Subset
 
-from utils import datasets, preflight, settings
+from utils import command_line, datasets, preflight, settings
+from utils.failures import NoRestartOnBadInput, what_to_mend
 from utils.models import resnet18
 
 
@@ -162,7 +163,7 @@ def train_fn(config):
 
 def set_up(args):
     """Everything that can be wrong with how the script was called, checked first."""
-    preflight.check_counts(
+    command_line.check_counts(
         epochs=args.epochs, batch_size=args.batch_size, num_workers=args.num_workers
     )
     num_workers = args.num_workers or settings.num_workers()
@@ -172,7 +173,7 @@ def set_up(args):
             f"One batch of {args.batch_size} for each of {num_workers} workers is more "
             f"than the {size} training images: lower --batch-size."
         )
-    run = preflight.find_run("train_ray_ddp", args.checkpoint_dir, args.resume)
+    run = command_line.find_run("train_ray_ddp", args.checkpoint_dir, args.resume)
     start_ray(num_workers, log_to_driver=True)
     preflight.check_shared(run[1])
     return num_workers, *run
@@ -187,13 +188,15 @@ def main():
     trainer = TorchTrainer(
         train_fn,
         train_loop_config=vars(args),
-        scaling_config=ScalingConfig(num_workers=num_workers, use_gpu=use_gpu()),
+        scaling_config=ScalingConfig(
+            num_workers=num_workers, use_gpu=preflight.use_gpu()
+        ),
         run_config=RunConfig(
             name=name,
             storage_path=str(folder),
             checkpoint_config=CheckpointConfig(num_to_keep=1),
             failure_config=FailureConfig(max_failures=1),  # one restart
-            callbacks=[preflight.NoRestartOnBadInput()],
+            callbacks=[NoRestartOnBadInput()],
         ),
     )
     try:

@@ -18,12 +18,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from utils.cluster import (  # first: it sets what Ray reads when it is imported
-    check_spare_cpus,
-    start_ray,
-    use_gpu,
-    what_failed,
-)
+from utils.cluster import start_ray  # sets what Ray reads when it is imported
 
 import numpy as np
 import pyarrow as pa
@@ -42,8 +37,9 @@ from ray.train import (
 from ray.train.torch import TorchTrainer, get_device, prepare_model
 from torch.nn import functional as F
 
-from utils import preflight, settings
+from utils import command_line, parquet, preflight, settings
 from utils.datasets import write_shards
+from utils.failures import NoRestartOnBadInput, what_failed
 from utils.models import resnet18
 
 COLUMNS = ["image", "label"]  # the bytes of an image, and an integer from 0 to 9
@@ -107,8 +103,8 @@ def decode(batch, on_corrupt="fail"):
 
 def read_images(path, on_corrupt):
     """A Ray Dataset of decoded images, and its number of rows. No image is decoded yet."""
-    system, files = preflight.find_parquet(path)
-    files, num_rows, corrupt = preflight.check_parquet(
+    system, files = parquet.find_parquet(path)
+    files, num_rows, corrupt = parquet.check_parquet(
         system, files, COLUMNS, skip_corrupt=on_corrupt == "skip"
     )
     if corrupt:
@@ -242,12 +238,12 @@ def train_fn(config):
 
 def set_up(args):
     """Everything that can be wrong with how the script was called, checked first."""
-    preflight.check_counts(
+    command_line.check_counts(
         num_epochs=args.num_epochs,
         batch_size=args.batch_size,
         num_workers=args.num_workers,
     )
-    name, folder = preflight.find_run(
+    name, folder = command_line.find_run(
         "train_ray_ddp_with_ray_data", args.checkpoint_dir, args.resume
     )
     if not args.data_path:
@@ -260,7 +256,7 @@ def set_up(args):
     else:
         train_path, test_path = args.data_path, None
     start_ray(args.num_workers, log_to_driver=True)
-    check_spare_cpus(args.num_workers)
+    preflight.check_spare_cpus(args.num_workers)
     for shared in (folder, train_path):
         preflight.check_shared(shared)
     train_set, num_rows = read_images(train_path, args.on_corrupt)
@@ -284,8 +280,8 @@ def explain(error, path):
     cause = error.cause if in_task else error
     if path and in_task and isinstance(cause, (OSError, pa.ArrowException)):
         try:  # a run begins when all footers are whole: which file has a damaged page?
-            files = preflight.find_parquet(path)
-            preflight.check_parquet(*files, COLUMNS, pages=True)
+            files = parquet.find_parquet(path)
+            parquet.check_parquet(*files, COLUMNS, pages=True)
         except (ValueError, OSError) as problem:
             return problem
     return cause if isinstance(cause, (ValueError, OSError)) else None
@@ -303,13 +299,15 @@ def main():
         train_loop_config=vars(args) | {"has_test_set": "test" in data},
         datasets=data,
         dataset_config=DataConfig(datasets_to_split=["train"]),
-        scaling_config=ScalingConfig(num_workers=args.num_workers, use_gpu=use_gpu()),
+        scaling_config=ScalingConfig(
+            num_workers=args.num_workers, use_gpu=preflight.use_gpu()
+        ),
         run_config=RunConfig(
             name=name,
             storage_path=str(folder),
             checkpoint_config=CheckpointConfig(num_to_keep=1),
             failure_config=FailureConfig(max_failures=1),  # one restart
-            callbacks=[preflight.NoRestartOnBadInput()],
+            callbacks=[NoRestartOnBadInput()],
         ),
     )
     try:

@@ -309,7 +309,7 @@ def train(args):
 
 def train_with_ray(args):
     """The same function on Ray's workers, which start again if one of them dies."""
-    from utils.cluster import start_ray, use_gpu, what_to_mend
+    from utils.cluster import start_ray
 
     from ray.train import (
         FailureConfig,
@@ -319,7 +319,8 @@ def train_with_ray(args):
     )
     from ray.train.torch import TorchTrainer
 
-    from utils.preflight import NoRestartOnBadInput
+    from utils.failures import NoRestartOnBadInput, what_to_mend
+    from utils.preflight import use_gpu
 
     try:
         start_ray(args.num_workers)

@@ -1,4 +1,4 @@
-"""utils.cluster: Ray starts quietly, carries utils along, and says what does not fit."""
+"""utils.cluster: Ray starts quietly, carries utils along, and joins what is there."""
 
 import importlib.util
 import json
@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from ray.train import ControllerError, WorkerGroupError
 
 from tests import scripts
 
 PROGRAM = """
 import json, os
-from utils.cluster import start_ray, check_fits
+from utils.cluster import start_ray
+from utils.preflight import check_fits
 import ray
 from ray.cluster_utils import Cluster
 if os.environ["RAY_ADDRESS"] != "local":
@@ -131,15 +131,15 @@ def test_no_statistics_and_a_short_poll(started):
 )
 def test_notes_of_ray_that_no_notebook_may_show(program, note):
     """They come late or only on a slow machine; with new words they would come again."""
-    from utils.cluster import _ENVIRONMENT
+    from utils.processes import RAY_AT_IMPORT
 
-    assert note.decode() in _ENVIRONMENT["RAY_DEDUP_LOGS_SKIP_REGEX"]
+    assert note.decode() in RAY_AT_IMPORT["RAY_DEDUP_LOGS_SKIP_REGEX"]
     core = Path(importlib.util.find_spec("ray").origin).parent / "core/src/ray"
     assert note in (core / program).read_bytes()
 
 
 def test_ray_imported_too_early_is_said():
-    names = "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "RAY_DATA_USE_DATASOURCE_V2"
+    names = "RAY_ENABLE_UV_RUN_RUNTIME_ENV", "RAY_DATA_USE_DATASOURCE_V2"
     without = f"import os; [os.environ.pop(name, None) for name in {names}]\n"
     early = run(without + "import ray\nimport utils.cluster")
     assert "import utils.cluster first" in early.stderr
@@ -154,17 +154,6 @@ def test_a_request_that_fits_no_node_is_said(started):
     assert "lower the number of workers" in problem  # to change
 
 
-def test_what_a_worker_says_is_wrong_is_found():
-    from utils.cluster import what_to_mend
-
-    bug, sentence = TypeError("a bug"), ValueError("a sentence")
-    assert what_to_mend(WorkerGroupError("failed", {0: bug, 1: sentence})) is sentence
-    assert what_to_mend(WorkerGroupError("failed", {0: bug})) is None
-    # what a callback of the controller raised: then no worker was restarted
-    assert what_to_mend(ControllerError(sentence)) is sentence
-    assert what_to_mend(ControllerError(bug)) is None
-
-
 def test_a_cluster_that_does_not_answer_is_said():
     program = "from utils.cluster import start_ray\nstart_ray()"
     done = run(
@@ -172,36 +161,6 @@ def test_a_cluster_that_does_not_answer_is_said():
     )
     assert done.returncode == 1
     assert "No Ray cluster answers at RAY_ADDRESS=127.0.0.1:1" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("nodes", "workers", "resources", "fits"),
-    [
-        ([{"CPU": 4}], 4, {"CPU": 1}, True),
-        ([{"CPU": 4}], 5, {"CPU": 1}, False),
-        (
-            [{"CPU": 3}, {"CPU": 3}],
-            3,
-            {"CPU": 2},
-            False,
-        ),  # one worker has to fit one node
-        ([{"CPU": 4}, {"CPU": 4}], 4, {"CPU": 2}, True),
-        ([{"CPU": 8, "GPU": 1}], 2, {"CPU": 1, "GPU": 0.5}, True),
-        ([{"CPU": 8}], 1, {"GPU": 1}, False),
-        ([], 1, {"CPU": 1}, False),
-    ],
-)
-def test_fitting(monkeypatch, nodes, workers, resources, fits):
-    from utils import cluster
-
-    alive = [{"Alive": True, "Resources": node} for node in nodes]
-    dead = [{"Alive": False, "Resources": {"CPU": 100, "GPU": 100}}]
-    monkeypatch.setattr(cluster.ray, "nodes", lambda: alive + dead)
-    if fits:
-        cluster.check_fits(workers, resources)
-    else:
-        with pytest.raises(RuntimeError, match="has room for"):
-            cluster.check_fits(workers, resources)
 
 
 REFUSED = """
@@ -234,44 +193,3 @@ def test_a_ray_of_its_own_where_there_is_a_cluster():
     assert "When connecting to an existing cluster, resources must not" in refused
     assert there == f"1.0 {float(max(os.cpu_count(), 4))}"
     assert "has room for 0" in checked
-
-
-def test_a_token_for_anyscale_on_a_laptop_is_no_cluster(monkeypatch):
-    from utils import cluster
-
-    monkeypatch.delenv("WORKSHOP_AUTOSCALING", raising=False)
-    monkeypatch.setenv("ANYSCALE_CLI_TOKEN", "a secret")
-    assert not cluster._is_autoscaling()
-    monkeypatch.setenv("ANYSCALE_CLUSTER_ID", "ses_1")  # set on all nodes of a cluster
-    assert cluster._is_autoscaling()
-
-
-@pytest.mark.parametrize(
-    ("mode", "gpus", "grows", "expected"),
-    [
-        ("smoke", 4, "1", False),
-        ("full", 4, "0", True),  # on other nodes: this machine may have none
-        ("full", 0, "0", False),
-        ("full", 0, "1", True),  # none yet, but the cluster adds nodes
-    ],
-)
-def test_gpus_are_judged_from_the_cluster(monkeypatch, mode, gpus, grows, expected):
-    from utils import cluster
-
-    monkeypatch.setenv("WORKSHOP_MODE", mode)
-    monkeypatch.setenv("WORKSHOP_AUTOSCALING", grows)
-    monkeypatch.setattr(cluster, "_own_ray", False)
-    monkeypatch.setattr(cluster.ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(cluster.ray, "cluster_resources", lambda: {"GPU": gpus})
-    assert cluster.use_gpu() == expected
-    assert ("GPU" in cluster.default_resources()) == expected
-
-
-def test_a_cluster_that_grows_is_not_checked(monkeypatch):
-    from utils import cluster
-
-    monkeypatch.setattr(cluster, "_own_ray", False)
-
-    monkeypatch.setenv("WORKSHOP_AUTOSCALING", "1")
-    monkeypatch.setattr(cluster.ray, "nodes", lambda: [])
-    cluster.check_fits(100, {"GPU": 1})

@@ -1,6 +1,7 @@
 """What is installed is what requirements.txt says, and `make` says what there is."""
 
 import ast
+import graphlib
 import json
 import re
 import shutil
@@ -84,19 +85,28 @@ def test_every_package_that_is_imported_is_pinned():
     assert {"torch", "numpy", "PIL", "IPython"} <= seen
 
 
-def test_modules_of_utils_build_on_settings_alone():
-    """Or on modules of their own folder: who reads one need not read another."""
-    for path in ROOT.glob("utils/**/*.py"):
-        own = ".".join(path.relative_to(ROOT).parent.parts)
-        allowed = ("utils.settings", f"{own}." if own != "utils" else "utils.settings")
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = []
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                names = [f"{node.module}.{alias.name}" for alias in node.names]
-            ours = [name for name in names if name.partition(".")[0] == "utils"]
-            assert all(name.startswith(allowed) for name in ours), f"{path}: {ours}"
+def modules_of_utils(path: Path) -> set[str]:
+    """The modules of utils that a module of utils imports, as dotted names."""
+    names = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    found = {"/".join(name.split(".")[:n]) for name in names for n in (2, 3)}
+    files = {f"{name}.py" for name in found} | {f"{name}/__init__.py" for name in found}
+    there = {file for file in files if file.startswith("utils/")}
+    return {file for file in there if (ROOT / file).exists()}
+
+
+def test_modules_of_utils_depend_downward_only():
+    """No circles: what a module builds on does not build on it."""
+    depends = {
+        path.relative_to(ROOT).as_posix(): modules_of_utils(path)
+        for path in ROOT.glob("utils/**/*.py")
+    }
+    assert "utils/preflight.py" in depends["utils/cluster.py"]  # they are found
+    list(graphlib.TopologicalSorter(depends).static_order())  # raises CycleError
 
 
 @pytest.mark.parametrize("python", ["3.10", "3.11", "3.12", "3.13"])

@@ -72,18 +72,6 @@ def test_asking_for_the_mode_does_not_import_torch():
     assert "torch" not in modules
 
 
-@pytest.mark.parametrize("first", ["torch", "utils.settings"])
-def test_one_thread_whatever_is_imported_first(monkeypatch, first):
-    """Also where nothing has set the variable before Python started."""
-    code = f"import {first}, torch, utils.settings; print(torch.get_num_threads())"
-    for setting, threads in ((None, "1"), ("2", "2")):
-        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-        if setting:
-            monkeypatch.setenv("OMP_NUM_THREADS", setting)
-        answer = subprocess.check_output([sys.executable, "-c", code], text=True)
-        assert answer.strip() == threads
-
-
 @pytest.mark.parametrize("address", ["s3://bucket/results", "gs://bucket", "file:///a"])
 def test_storage_path_that_is_no_folder(monkeypatch, tmp_path, address):
     monkeypatch.chdir(tmp_path)

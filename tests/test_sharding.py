@@ -125,7 +125,7 @@ def test_zero_holds_and_sends_what_the_formulas_say(stage):
     # stage 1 holds all gradients between two passes only, and stage 2 then more: below
     one_pass, between = stage, (stage, "passes")
     moments = {1: [between], 2: [one_pass]}.get(stage, [one_pass, between])
-    for state in sum((zero()[moment]["state"] for moment in moments), []):
+    for state in [s for moment in moments for s in zero()[moment]["state"]]:
         assert list(state) == pytest.approx(list(predicted), rel=0.02)
     sent = comms.predict(f"zero{stage}" if stage else "ddp", 4 * PARAMETERS, 2)
     assert zero()[stage]["sent"] == pytest.approx(sent, rel=0.01)

@@ -8,7 +8,6 @@ the process group itself.
 import contextlib
 import multiprocessing as mp
 import os
-import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from typing import Any
 
 import cloudpickle
 
-import utils.settings  # noqa: F401  (sets OMP_NUM_THREADS before torch is imported)
+from utils.processes import free_port
 
 # One server process imports torch once; every rank is forked from it in milliseconds.
 # Unlike this process, the server has no threads and never touches a GPU.
@@ -40,7 +39,7 @@ def run_ranks(
     if num_workers < 1:
         raise ValueError(f"num_workers is {num_workers}, but must be at least 1.")
     payload = cloudpickle.dumps((function, args))
-    env = dict(os.environ, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
+    env = dict(os.environ, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     env |= {"WORLD_SIZE": str(num_workers), "LOCAL_WORLD_SIZE": str(num_workers)}
     ranks, pipes = [], []
     for rank in range(num_workers):
@@ -111,9 +110,3 @@ def _run_rank(payload: bytes, env: dict[str, str], sender) -> None:
         summary = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
         message = cloudpickle.dumps((False, (summary, traceback.format_exc())))
     sender.send_bytes(message)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

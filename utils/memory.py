@@ -79,34 +79,7 @@ def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     return State(
         local_bytes(parameters),
         local_bytes(p.grad for p in parameters),
-        local_bytes(_moments(optimizer)),
-    )
-
-
-def zero_state_bytes(engine) -> State:
-    """Bytes of state that this rank holds for a DeepSpeed engine, its partition.
-
-    Call it between `backward` and `step`. The optimizer's part contains the fp32 master
-    copy of the parameters, which stages 1 to 3 keep also where the model is fp32. Between
-    two passes stage 1 holds all gradients, and stage 2 those of whole weights: of one
-    that the border of two partitions cuts, both ranks hold all. In the last pass each
-    holds its partition.
-    """
-    outer = engine.optimizer
-    parameters = list(engine.module.parameters())
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    for name in ("averaged_gradients", "all_grad_tensors"):
-        for partition in getattr(outer, name, {}).values():
-            gradients += partition or []
-    masters = [
-        *getattr(outer, "single_partition_of_fp32_groups", []),
-        *getattr(outer, "fp32_partitioned_groups_flat", []),
-    ]
-    inner = getattr(outer, "optimizer", outer)
-    return State(
-        local_bytes(getattr(p, "ds_tensor", p) for p in parameters),
-        local_bytes({t.data_ptr(): t for t in gradients}.values()),
-        local_bytes([*_moments(inner), *masters]),
+        local_bytes(moments(optimizer)),
     )
 
 
@@ -191,7 +164,8 @@ def follow_memory(device: torch.device):
     return _Allocator(device) if device.type == "cuda" else count_memory()
 
 
-def _moments(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def moments(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The tensors of an optimizer's state (of Adam, two averages) but for counters."""
     return [
         t
         for state in optimizer.state.values()

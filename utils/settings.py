@@ -2,25 +2,12 @@
 
 import argparse
 import os
-import sys
 import tempfile
 from pathlib import Path
 from typing import TypeVar
 
 MODES = ("auto", "smoke", "full")
 T = TypeVar("T")
-
-# One thread per process, as torchrun sets it: ranks on one machine share its cores,
-# and equal threads everywhere make results and times comparable.
-if "OMP_NUM_THREADS" not in os.environ:
-    os.environ["OMP_NUM_THREADS"] = "1"  # read by torch when it is imported
-    if "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(1)
-
-# So that `!torchrun` is found also where this Python's environment is not activated.
-_COMMANDS = str(Path(sys.executable).parent)
-if _COMMANDS not in os.environ.get("PATH", "").split(os.pathsep):
-    os.environ["PATH"] = os.pathsep.join([_COMMANDS, os.environ.get("PATH", "")])
 
 
 def mode() -> str:

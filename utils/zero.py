@@ -1,11 +1,10 @@
-"""Import DeepSpeed so that it needs no compiler and prints nothing."""
+"""What knows DeepSpeed from inside: loading it quietly, and the bytes an engine holds."""
 
 import contextlib
 import logging
 import os
-import warnings
 
-from utils import settings
+from utils import memory, settings
 
 
 def load_deepspeed():
@@ -18,8 +17,6 @@ def load_deepspeed():
     device = settings.device().type
     os.environ["DS_ACCELERATOR"] = device
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    # torch 2.14, the last one for Python 3.10, warns of names that DeepSpeed uses
-    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated")
     import deepspeed
 
     deepspeed.utils.logger.setLevel(logging.ERROR)
@@ -27,6 +24,33 @@ def load_deepspeed():
         with _linker_silenced():  # the first look at this table fills it
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
+
+
+def zero_state_bytes(engine) -> memory.State:
+    """Bytes of state that this rank holds for a DeepSpeed engine, its partition.
+
+    Call it between `backward` and `step`. The optimizer's part contains the fp32 master
+    copy of the parameters, which stages 1 to 3 keep also where the model is fp32. Between
+    two passes stage 1 holds all gradients, and stage 2 those of whole weights: of one
+    that the border of two partitions cuts, both ranks hold all. In the last pass each
+    holds its partition.
+    """
+    outer = engine.optimizer
+    parameters = list(engine.module.parameters())
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    for name in ("averaged_gradients", "all_grad_tensors"):
+        for partition in getattr(outer, name, {}).values():
+            gradients += partition or []
+    masters = [
+        *getattr(outer, "single_partition_of_fp32_groups", []),
+        *getattr(outer, "fp32_partitioned_groups_flat", []),
+    ]
+    inner = getattr(outer, "optimizer", outer)
+    return memory.State(
+        memory.local_bytes(getattr(p, "ds_tensor", p) for p in parameters),
+        memory.local_bytes({t.data_ptr(): t for t in gradients}.values()),
+        memory.local_bytes([*memory.moments(inner), *masters]),
+    )
 
 
 @contextlib.contextmanager

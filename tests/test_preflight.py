@@ -1,0 +1,130 @@
+"""utils.preflight: what fits a cluster, and what all of its nodes see."""
+
+import os
+
+from utils.cluster import start_ray
+
+import pytest
+import ray
+
+from utils import preflight
+
+
+@pytest.fixture(scope="module")
+def started():
+    start_ray(2)
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "workers", "resources", "fits"),
+    [
+        ([{"CPU": 4}], 4, {"CPU": 1}, True),
+        ([{"CPU": 4}], 5, {"CPU": 1}, False),
+        (
+            [{"CPU": 3}, {"CPU": 3}],
+            3,
+            {"CPU": 2},
+            False,
+        ),  # one worker has to fit one node
+        ([{"CPU": 4}, {"CPU": 4}], 4, {"CPU": 2}, True),
+        ([{"CPU": 8, "GPU": 1}], 2, {"CPU": 1, "GPU": 0.5}, True),
+        ([{"CPU": 8}], 1, {"GPU": 1}, False),
+        ([], 1, {"CPU": 1}, False),
+    ],
+)
+def test_fitting(monkeypatch, nodes, workers, resources, fits):
+    alive = [{"Alive": True, "Resources": node} for node in nodes]
+    dead = [{"Alive": False, "Resources": {"CPU": 100, "GPU": 100}}]
+    monkeypatch.setattr(preflight.ray, "nodes", lambda: alive + dead)
+    if fits:
+        preflight.check_fits(workers, resources)
+    else:
+        with pytest.raises(RuntimeError, match="has room for"):
+            preflight.check_fits(workers, resources)
+
+
+def test_a_token_for_anyscale_on_a_laptop_is_no_cluster(monkeypatch):
+    monkeypatch.delenv("WORKSHOP_AUTOSCALING", raising=False)
+    monkeypatch.setenv("ANYSCALE_CLI_TOKEN", "a secret")
+    assert not preflight.is_autoscaling()
+    monkeypatch.setenv("ANYSCALE_CLUSTER_ID", "ses_1")  # set on all nodes of a cluster
+    assert preflight.is_autoscaling()
+
+
+@pytest.mark.parametrize(
+    ("mode", "gpus", "grows", "expected"),
+    [
+        ("smoke", 4, "1", False),
+        ("full", 4, "0", True),  # on other nodes: this machine may have none
+        ("full", 0, "0", False),
+        ("full", 0, "1", True),  # none yet, but the cluster adds nodes
+    ],
+)
+def test_gpus_are_judged_from_the_cluster(monkeypatch, mode, gpus, grows, expected):
+    monkeypatch.setenv("WORKSHOP_MODE", mode)
+    monkeypatch.setenv("WORKSHOP_AUTOSCALING", grows)
+    monkeypatch.setattr(preflight, "own_ray", False)
+    monkeypatch.setattr(preflight.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(preflight.ray, "cluster_resources", lambda: {"GPU": gpus})
+    assert preflight.use_gpu() == expected
+    assert ("GPU" in preflight.default_resources()) == expected
+
+
+def test_a_cluster_that_grows_is_not_checked(monkeypatch):
+    monkeypatch.setattr(preflight, "own_ray", False)
+
+    monkeypatch.setenv("WORKSHOP_AUTOSCALING", "1")
+    monkeypatch.setattr(preflight.ray, "nodes", lambda: [])
+    preflight.check_fits(100, {"GPU": 1})
+
+
+def test_a_ray_that_does_not_fit_two_workers_and_data_is_refused(started):
+    cpus = int(ray.cluster_resources()["CPU"])
+    preflight.check_spare_cpus(cpus - 1)
+    with pytest.raises(RuntimeError, match="none is left to read and decode the data"):
+        preflight.check_spare_cpus(cpus)
+
+
+def test_a_cluster_that_grows_is_not_checked_for_spare_cpus(monkeypatch):
+    monkeypatch.setattr(preflight, "grows", lambda: True)
+    preflight.check_spare_cpus(1000)
+
+
+def test_a_storage_path_that_workers_see_differently_is_refused(
+    started, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    # A folder of the same name that is another folder in every process, as on other nodes.
+    preflight.check_shared("/proc/self/cwd")  # on one node, all see the same
+    nodes = ray.nodes()
+    monkeypatch.setattr(preflight.ray, "nodes", lambda: nodes * 2)
+    preflight.check_shared(tmp_path)
+    assert os.listdir(tmp_path) == []  # nothing is left behind
+    with pytest.raises(OSError, match="is not shared: node"):
+        preflight.check_shared("/proc/self/cwd")
+
+
+def test_data_that_only_some_nodes_have_are_refused(started, tmp_path, monkeypatch):
+    """A folder to read from only, and a file."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.parquet").touch()
+    nodes = ray.nodes()
+    monkeypatch.setattr(preflight.ray, "nodes", lambda: nodes * 2)
+    monkeypatch.setattr(preflight.Path, "touch", read_only)
+    preflight.check_shared(tmp_path)
+    preflight.check_shared("s3://bucket/is/not/looked/at")
+    for path in ("/proc/self/cwd", "/proc/self/cwd/a.parquet"):
+        with pytest.raises(OSError, match=r"do not see a\.parquet in it"):
+            preflight.check_shared(path)
+
+
+def read_only(*_):
+    raise OSError(30, "Read-only file system")
+
+
+def test_batches_larger_than_a_shard_are_refused():
+    preflight.check_batch_size(50, 100, 2)
+    with pytest.raises(ValueError, match="each of 2 workers gets 50 of the 101 rows"):
+        preflight.check_batch_size(51, 101, 2)

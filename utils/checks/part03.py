@@ -1,0 +1,78 @@
+"""Checks of the exercises of part 03: sharding."""
+
+from utils.checks.exercise import Exercise
+
+EXERCISES = {
+    # 03-fsdp-deepspeed/01_where_memory_goes.ipynb
+    "state of 70B": Exercise(
+        lambda answer: abs(answer - 4.375) < 0.05,
+        "16 bytes per parameter, and at stage 3 all of them are divided by 256.",
+    ),
+    "floor of stage 1": Exercise(
+        lambda answer: abs(answer - 280) < 1,
+        "Parameters and gradients stay whole, and take 2 bytes each.",
+    ),
+    "sgd": Exercise(
+        lambda f: all(
+            abs(
+                f(stage, n) - sum(4 / n if stage >= first else 4 for first in (1, 2, 3))
+            )
+            < 1e-9
+            for stage in range(4)
+            for n in (1, 2, 8)
+        ),
+        "Three times 4 bytes; the stage says which of them are divided by world_size.",
+    ),
+    # 03-fsdp-deepspeed/02_fsdp2.ipynb
+    "all-gathers": Exercise(
+        lambda answer: answer == 2 * (32 + 1),
+        "Each group is gathered for forward and again for backward; the model is one.",
+    ),
+    "bytes of FSDP2": Exercise(
+        lambda answer: abs(answer - 2 * 7 / 8 * 4e9) < 1e6,
+        "One all-gather and one reduce-scatter, each (N - 1) / N of 4e9 bytes.",
+    ),
+    "rows per rank": Exercise(
+        lambda f: all(
+            list(f(rows, n))
+            == [max(0, min(-(-rows // n), rows - r * -(-rows // n))) for r in range(n)]
+            for rows, n in ((8, 2), (10, 4), (256, 3), (3, 4))
+        ),
+        "A piece has ceil(rows / world_size) rows; the last ranks get what is left.",
+    ),
+    # 03-fsdp-deepspeed/03_deepspeed_zero.ipynb
+    "DeepSpeed batch": Exercise(
+        lambda answer: answer == 4 * 8 * 16,
+        "Texts per pass, times passes per step, times GPUs.",
+    ),
+    "lowest stage": Exercise(
+        lambda answer: answer == 1,
+        "Work out 2 + 2 + 12 bytes with the last part, or more, divided by 4.",
+    ),
+    "stage 2 config": Exercise(
+        lambda f: (
+            f({"zero_optimization": {"stage": 3, "reduce_bucket_size": 9}, "a": 1})
+            == {
+                "zero_optimization": {"stage": 2, "reduce_bucket_size": 9},
+                "a": 1,
+                "gradient_clipping": 0.5,
+            }
+        ),
+        "Change zero_optimization.stage and gradient_clipping, and keep all the rest.",
+    ),
+    # 03-fsdp-deepspeed/04_choosing_a_strategy.ipynb
+    "which row": Exercise(
+        lambda answer: answer in ("fsdp2", "zero3"),
+        "Call choose(13e9, 16, 40). At stage 2, what do 2 bytes per parameter take?",
+    ),
+    "traffic ratio": Exercise(
+        lambda answer: abs(answer - 1.5) < 1e-6,
+        "Count trips over the network: the number of GPUs is in both, and cancels.",
+    ),
+    "smallest": Exercise(
+        lambda f: (
+            [f(7e9, 80e9), f(7e9, 56e9), f(7e9, 8e9), f(1e9, 16e9)] == [2, 2, 16, 1]
+        ),
+        "16 * parameters / gpus has to be at most the budget: try 1, 2, 4, ...",
+    ),
+}

@@ -1,0 +1,70 @@
+"""What every process of the workshop gets before torch and Ray are imported.
+
+`import utils` calls `prepare`, so it holds in notebooks, scripts, ranks and workers alike.
+"""
+
+import contextlib
+import logging
+import os
+import socket
+import sys
+import warnings
+from pathlib import Path
+
+# What Ray reads when it is imported. What it reads later is set by `cluster.start_ray`.
+RAY_AT_IMPORT = {
+    "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
+    # Ray would restart its workers through `uv run`, in an environment without packages.
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    # The new Parquet reader starts actors that read footers, again in every epoch, and puts
+    # all files into one task. First batch of five files here: 16 s, and 3 s without it.
+    "RAY_DATA_USE_DATASOURCE_V2": "0",
+    # Raylets' notes, full of pids and addresses, reach a driver even if
+    # log_to_driver=False. About what died, whoever waits for it gets an exception; that
+    # many processes "have been started" on a slow machine is nothing to mend. Two notes of
+    # Ray Train's workers repeat every report, and hide what a script prints between them.
+    "RAY_DEDUP_LOGS_SKIP_REGEX": (
+        "worker died or was killed|retries remaining|Raylet is terminated"
+        "|has been marked dead|cannot be scheduled right now"
+        "|worker processes have been started"
+        "|Reporting training result|Checkpoint successfully created"
+    ),
+}
+
+
+def prepare() -> bool:
+    """Set the environment of this process and of those that it starts.
+
+    Returns whether Ray was imported before, and so without its settings. Variables that
+    are set already stay as they are.
+    """
+    # One thread per process, as torchrun sets it: ranks on one machine share its cores,
+    # and equal threads everywhere make results and times comparable.
+    if "OMP_NUM_THREADS" not in os.environ:
+        os.environ["OMP_NUM_THREADS"] = "1"  # read by torch when it is imported
+        if "torch" in sys.modules:
+            sys.modules["torch"].set_num_threads(1)
+    # So that `!torchrun` is found also if this Python's environment is not activated.
+    commands, path = str(Path(sys.executable).parent), os.environ.get("PATH", "")
+    if commands not in path.split(os.pathsep):
+        os.environ["PATH"] = os.pathsep.join([commands, path])
+    # Where ipywidgets is not installed, tqdm and Ray would say so when they are imported.
+    warnings.filterwarnings("ignore", message="IProgress not found")
+    logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)
+    too_late = "ray" in sys.modules and not RAY_AT_IMPORT.keys() <= os.environ.keys()
+    for name, value in RAY_AT_IMPORT.items():
+        os.environ.setdefault(name, value)
+    return too_late
+
+
+def free_port(first: int = 0) -> int:
+    """A port of 127.0.0.1 that nobody listens on: any, or the next one from `first` on.
+
+    Raises:
+        OSError: all of a thousand ports from `first` on are in use.
+    """
+    for port in range(first, first + 1000) if first else [0]:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return probe.getsockname()[1]
+    raise OSError(f"All ports from {first} to {first + 999} are in use: free one.")
