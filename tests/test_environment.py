@@ -93,10 +93,12 @@ def modules_of_utils(path: Path) -> set[str]:
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
             names += [f"{node.module}.{alias.name}" for alias in node.names]
-    found = {"/".join(name.split(".")[:n]) for name in names for n in (2, 3)}
-    files = {f"{name}.py" for name in found} | {f"{name}/__init__.py" for name in found}
-    there = {file for file in files if file.startswith("utils/")}
-    return {file for file in there if (ROOT / file).exists()}
+    found = set()
+    for parts in [name.split(".") for name in names if name.startswith("utils.")]:
+        deepest = ["/".join(parts[:n]) for n in (3, 2)]
+        files = [f"{name}{end}" for name in deepest for end in (".py", "/__init__.py")]
+        found.add(next(file for file in files if (ROOT / file).exists()))
+    return found
 
 
 def test_modules_of_utils_depend_downward_only():
