@@ -45,7 +45,7 @@ asks = ray.get(ray.remote(lambda: os.environ.get("RAY_API_SERVER_ADDRESS")).remo
 try:
     check_fits(2, {"CPU": 1, "GPU": 1})
     problem = ""
-except RuntimeError as error:
+except ValueError as error:
     problem = str(error)
 print(json.dumps({
     "cpus": ray.cluster_resources()["CPU"], "found": found, "problem": problem,
@@ -178,7 +178,7 @@ start_ray(2, address="local", resources={"scanner": 1})
 print(ray.cluster_resources()["scanner"], ray.cluster_resources()["CPU"])
 try:
     start_ray(2, {"CPU": 1000})
-except RuntimeError as error:
+except ValueError as error:
     print(error)
 ray.shutdown()
 cluster.shutdown()

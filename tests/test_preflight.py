@@ -41,7 +41,7 @@ def test_fitting(monkeypatch, nodes, workers, resources, fits):
     if fits:
         preflight.check_fits(workers, resources)
     else:
-        with pytest.raises(RuntimeError, match="has room for"):
+        with pytest.raises(ValueError, match="has room for"):
             preflight.check_fits(workers, resources)
 
 
@@ -83,7 +83,7 @@ def test_a_cluster_that_grows_is_not_checked(monkeypatch):
 def test_a_ray_that_does_not_fit_two_workers_and_data_is_refused(started):
     cpus = int(ray.cluster_resources()["CPU"])
     preflight.check_spare_cpus(cpus - 1)
-    with pytest.raises(RuntimeError, match="none is left to read and decode the data"):
+    with pytest.raises(ValueError, match="none is left to read and decode the data"):
         preflight.check_spare_cpus(cpus)
 
 

@@ -295,7 +295,7 @@ class TestSetUp:
 
     def test_no_cpu_to_decode_with_is_said(self, whole_files, monkeypatch):
         monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 1})
-        with pytest.raises(RuntimeError, match="none is left to read and decode"):
+        with pytest.raises(ValueError, match="none is left to read and decode"):
             script.set_up(options(data_path=str(whole_files)))
 
     def test_all_nodes_have_to_share_both_folders(
@@ -307,7 +307,7 @@ class TestSetUp:
         assert asked == [tmp_path, str(whole_files)]
 
     def test_more_workers_than_the_cluster_has_room_for_are_refused(self, whole_files):
-        with pytest.raises(RuntimeError, match="asks for 99 workers"):
+        with pytest.raises(ValueError, match="asks for 99 workers"):
             script.set_up(options(data_path=str(whole_files), num_workers=99))
 
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 import torch
@@ -101,3 +102,44 @@ def test_storage_path_that_cannot_be_written(monkeypatch, tmp_path, place):
     assert f"The folder {path} cannot be written to (" in str(e.value)
     assert "None" not in str(e.value)
     assert "\n" not in str(e.value)
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "new folder" / "result"
+    with settings.write_whole(path) as file:
+        file.write(b"first")
+        assert not path.exists()
+    with suppress(KeyboardInterrupt), settings.write_whole(path) as file:
+        file.write(b"second, cut")
+        raise KeyboardInterrupt
+    assert path.read_bytes() == b"first"
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_file_has_its_name_only_when_it_is_on_the_disk(tmp_path, monkeypatch):
+    calls = []
+    for name in ("fsync", "replace"):
+        done = getattr(settings.os, name)
+        monkeypatch.setattr(
+            settings.os,
+            name,
+            lambda *args, name=name, done=done: calls.append(name) or done(*args),
+        )
+    with settings.write_whole(tmp_path / "result") as file:
+        file.write(b"all of it")
+    assert calls == ["fsync", "replace"]
+
+
+def test_a_full_disk_is_one_sentence_and_loses_nothing(tmp_path, monkeypatch):
+    path = tmp_path / "result"
+    path.write_bytes(b"first")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(settings.os, "fsync", full)
+    with pytest.raises(OSError, match=r"cannot be written \(No space left on device\)"):
+        with settings.write_whole(path) as file:
+            file.write(b"second")
+    assert path.read_bytes() == b"first"
+    assert list(tmp_path.iterdir()) == [path]

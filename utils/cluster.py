@@ -58,8 +58,8 @@ def start_ray(
 
     Raises:
         ConnectionError: RAY_ADDRESS names a cluster that does not answer.
-        ValueError: Ray refuses one of `ray_init_options`.
-        RuntimeError: the workers do not fit (see `preflight.check_fits`).
+        ValueError: Ray refuses one of `ray_init_options`, or the workers do not fit (see
+            `preflight.check_fits`).
     """
     num_workers = num_workers or settings.num_workers()
     if not ray.is_initialized():

@@ -1,21 +1,60 @@
-"""What the scripts share around the training: checks of arguments, finding a run."""
+"""What the scripts share around the training: arguments, finding a run, one sentence."""
 
+import argparse
+import json
+import os
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-from utils.settings import check_writable, storage_path
+from utils.settings import check_writable, local_path, storage_path
 
 
-def check_counts(**counts: int | None) -> None:
-    """Check that numbers of the command line, such as `epochs`, are at least 1 if given.
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser with the options that all scripts share.
+
+    What is wrong with a command line is a ValueError, as any other bad input, and not the
+    end of the process: see `run`.
+    """
+
+    def __init__(self, doc: str, batch_size: int | None = 32, lr: float | None = 3e-4):
+        super().__init__(description=doc.splitlines()[0])
+        add = self.add_argument
+        add("--batch-size", type=count, default=batch_size, help="per worker")
+        add("--lr", type=float, default=lr, help="of AdamW")
+        add("--checkpoint-dir", type=local_path, help="save there")
+        add("--resume", action="store_true", help="from --checkpoint-dir")
+        add("--smoke-test", action="store_true", help="on CPU, even if there are GPUs")
+
+    def parse_args(self, *args, **kwargs) -> argparse.Namespace:
+        """As usual; `--smoke-test` sets the run mode.
+
+        Raises:
+            ValueError: an argument is wrong, or does not go together with another.
+        """
+        found = super().parse_args(*args, **kwargs)
+        if found.smoke_test:
+            os.environ["WORKSHOP_MODE"] = "smoke"
+        if found.resume and not found.checkpoint_dir:
+            self.error("--resume needs --checkpoint-dir: say where to resume from.")
+        return found
+
+    def error(self, message: str):
+        raise ValueError(message)
+
+
+def count(text: str) -> int:
+    """A whole number from 1 on; as `type` of an argparse argument.
 
     Raises:
-        ValueError: one of them is not.
+        argparse.ArgumentTypeError: it is none; argparse shows it.
     """
-    for name, count in counts.items():
-        if count is not None and count < 1:
-            option = name.replace("_", "-")
-            raise ValueError(f"--{option} is {count}, but has to be at least 1.")
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(
+            f"it is {text}, but has to be a whole number, and at least 1."
+        )
+    return int(text)
 
 
 def find_run(name: str, folder: Path | None, resume: bool) -> tuple[str, Path]:
@@ -28,10 +67,6 @@ def find_run(name: str, folder: Path | None, resume: bool) -> tuple[str, Path]:
         OSError: the run to resume is not there, or `folder` cannot be written to.
     """
     if not folder:
-        if resume:
-            raise ValueError(
-                "--resume needs --checkpoint-dir: say where to resume from."
-            )
         return f"{name}_{time.strftime('%Y-%m-%d_%H-%M-%S')}", storage_path()
     exists = (folder / name).exists()
     if resume and not exists:
@@ -43,3 +78,26 @@ def find_run(name: str, folder: Path | None, resume: bool) -> tuple[str, Path]:
         )
     check_writable(folder)
     return name, folder
+
+
+def run(main: Callable[[], None]) -> None:
+    """Call a script's `main`; a problem that has a sentence ends it with that sentence.
+
+    Such a problem is a ValueError or an OSError. Under torchrun the sentence goes into the
+    file from which torchrun's summary, the last thing that it prints, takes the reason. So
+    ranks need not agree on which of them speaks.
+
+    Source: https://docs.pytorch.org/docs/stable/elastic/errors.html
+    """
+    try:
+        main()
+    except (ValueError, OSError) as problem:
+        sentence = f"{Path(sys.argv[0]).name}: {problem}"
+        summary = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        if not summary:
+            sys.exit(sentence)
+        # A second earlier than ranks that fail only because this one is gone: the summary
+        # names the first failure as the cause, in whole seconds.
+        what = {"message": sentence, "timestamp": int(time.time()) - 1}
+        Path(summary).write_text(json.dumps(what))
+        sys.exit(1)

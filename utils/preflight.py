@@ -22,7 +22,7 @@ def check_fits(num_workers: int, resources_per_worker: dict[str, float]) -> None
     nodes when they are asked for (WORKSHOP_AUTOSCALING=1, and Anyscale) it checks nothing.
 
     Raises:
-        RuntimeError: they do not fit; says what was asked, what there is, what to change.
+        ValueError: they do not fit; says what was asked, what there is, what to change.
     """
     if grows():
         return
@@ -41,7 +41,7 @@ def check_fits(num_workers: int, resources_per_worker: dict[str, float]) -> None
             for node in nodes
         )
         asked = ", ".join(f"{n:g} {name}" for name, n in needed.items())
-        raise RuntimeError(
+        raise ValueError(
             f"This run asks for {num_workers} workers with {asked} each, and the cluster "
             f"has room for {room} (its {len(nodes)} node(s) have {there}): lower the "
             "number of workers or what each asks for, or add nodes."
@@ -54,14 +54,14 @@ def check_spare_cpus(num_workers: int) -> None:
     On a cluster that adds nodes when they are asked for, nothing is checked.
 
     Raises:
-        RuntimeError: none is left; reading and decoding would wait for ever.
+        ValueError: none is left; reading and decoding would wait for ever.
     """
     if grows():
         return
     cpus = ray.cluster_resources().get("CPU", 0)
     taken = num_workers * default_resources().get("CPU", 0)  # none where they take GPUs
     if cpus < taken + 1:
-        raise RuntimeError(
+        raise ValueError(
             f"The cluster has {cpus:g} CPUs and its {num_workers} workers take {taken}, so "
             "none is left to read and decode the data: lower --num-workers, or start Ray "
             f"with at least {taken + 1} CPUs."

@@ -1,10 +1,12 @@
 """Run mode, and what follows from it: device, number of workers, where results go."""
 
 import argparse
+import contextlib
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 MODES = ("auto", "smoke", "full")
 T = TypeVar("T")
@@ -114,6 +116,41 @@ def check_writable(folder: Path, mend: str = "name another") -> None:
         raise OSError(
             f"The folder {folder} cannot be written to ({error.strerror}): {mend}."
         ) from None
+
+
+@contextlib.contextmanager
+def write_whole(path: Path) -> Iterator[BinaryIO]:
+    """`with write_whole(path) as file:` write a file whole, or not at all.
+
+    What is written goes to a file beside `path`, which takes that name once it is on the
+    disk: a program that is killed, or a machine that loses power, leaves the old file or
+    the new one. Missing folders are made.
+
+    Raises:
+        OSError: the disk is full or cannot be written to; says so, and what to do.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())  # else the name may reach the disk before the data
+        os.replace(temporary, path)
+    except OSError as error:
+        raise cannot_write(path, error) from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()  # nothing is there if it has its name
+
+
+def cannot_write(path: Path, error: BaseException) -> OSError:
+    """What to raise where `path`, a checkpoint or a result, cannot be written."""
+    reason = getattr(error, "strerror", None) or error
+    return OSError(
+        f"{path} cannot be written ({reason}): name a folder that is writable and has "
+        "room. What was saved before is untouched."
+    )
 
 
 def _cuda_is_available() -> bool:

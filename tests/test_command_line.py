@@ -1,0 +1,97 @@
+"""utils.command_line: what is wrong with a command line is one sentence, said last."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from utils import command_line
+
+SCRIPT = """
+from utils import command_line
+
+import torch
+import torch.distributed as dist
+
+
+def main():
+    parser = command_line.Parser("A script.")
+    parser.add_argument("--epochs", type=command_line.count, default=3)
+    parser.parse_args()
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 1:
+        raise ValueError("rank 1 found no data: name another folder.")
+    dist.all_reduce(torch.zeros(1))  # fails with rank 1, and has nothing to say
+
+
+if __name__ == "__main__":
+    command_line.run(main)
+"""
+
+
+@pytest.fixture
+def script(tmp_path) -> Path:
+    path = tmp_path / "a_script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("--epochs 0", "--epochs: it is 0, but has to be a whole number, and at least"),
+        ("--epochs 1.5", "--epochs: it is 1.5, but has to be a whole number"),
+        ("--batch-size -4", "--batch-size: it is -4, but has to be a whole number"),
+        ("--resume", "--resume needs --checkpoint-dir: say where to resume from."),
+        ("--checkpoint-dir s3://a", "s3://a is an address: name a path"),
+        ("--epoch-count 3", "unrecognized arguments: --epoch-count"),
+    ],
+)
+def test_a_wrong_command_line_is_a_sentence(arguments, sentence):
+    parser = command_line.Parser("A script.")
+    parser.add_argument("--epochs", type=command_line.count, default=3)
+    with pytest.raises(ValueError, match=sentence):
+        parser.parse_args(arguments.split())
+
+
+def test_smoke_test_sets_the_mode(monkeypatch):
+    monkeypatch.setenv("WORKSHOP_MODE", "full")
+    assert command_line.Parser("A script.").parse_args(["--smoke-test"]).smoke_test
+    assert command_line.os.environ["WORKSHOP_MODE"] == "smoke"
+
+
+def test_started_alone_a_script_ends_with_the_sentence(script):
+    command = [sys.executable, script, "--resume"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr == (
+        "a_script.py: --resume needs --checkpoint-dir: say where to resume from.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "rank 1 found no data: name another folder."),
+        (["--epochs", "0"], "argument --epochs: it is 0, but has to be a whole number"),
+    ],
+)
+def test_under_torchrun_the_summary_ends_with_the_sentence(script, arguments, sentence):
+    """Whichever rank has it, and whatever the others fail with because of it."""
+    command = ["torchrun", "--standalone", "--nproc_per_node=2", script, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    cause = done.stderr[done.stderr.index("Root Cause") :].splitlines()
+    assert cause[-2].strip().startswith(f"traceback : a_script.py: {sentence}")
+    assert set(cause[-1]) == {"="}
+
+
+def test_a_mistake_of_ours_keeps_its_traceback(tmp_path):
+    path = tmp_path / "a_script.py"
+    path.write_text("from utils import command_line\ncommand_line.run(lambda: 1 / 0)\n")
+    done = subprocess.run(
+        [sys.executable, path], capture_output=True, text=True, timeout=60
+    )
+    assert "Traceback" in done.stderr
+    assert done.stderr.endswith("ZeroDivisionError: division by zero\n")
