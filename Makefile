@@ -49,7 +49,7 @@ lab: $(READY) ## open the first notebook in JupyterLab
 	@$(RUN) -m jupyter lab --ServerApp.ip=127.0.0.1 $(if $(filter 0,$(shell id -u)),--allow-root) --LabApp.default_url=/lab/tree/01-ddp-pytorch-only/01_data_parallelism_by_hand.ipynb $(LAB_ARGS)
 
 # Marks say what is slow, or of a part; tests/tiers.py marks the notebooks.
-test: $(READY) ## run the quick tests, with the first notebook of each part (PART=02 for all of a part)
+test: $(READY) ## run the quick tests and first notebooks (PART=02: all of a part)
 ifdef PART
 	@$(if $(wildcard $(PART)-*),,echo "There is no part $(PART): name a numbered folder, as in 'make test PART=02'."; exit 1;) $(RUN) -m pytest --nbval -m "part$(PART) and not weekly" tests $(wildcard $(PART)-*)
 else

@@ -16,7 +16,7 @@ from tests.notebooks.execution import RECORDING_ENVIRONMENT, end_left_over
 pytest_plugins = ["tests.tiers", "tests.skips", "tests.seconds"]
 
 os.environ.update(RECORDING_ENVIRONMENT)
-importlib.import_module("utils.cluster")  # before Ray: it sets what that reads
+importlib.import_module("utils")  # before Ray: it sets what that reads
 # This environment's programs (torchrun, ninja) first, also where it is not activated.
 os.environ["PATH"] = sysconfig.get_path("scripts") + os.pathsep + os.environ["PATH"]
 # A warning of our own code is an error here (pyproject.toml), and in processes started

@@ -41,7 +41,7 @@ ALLOWED = {
 
 
 def as_failure(report):
-    """The report of a skip that is not allowed, turned into a failure; others as they are."""
+    """Turn the report of a skip that is not allowed into a failure; others stay."""
     if report.skipped and not hasattr(report, "wasxfail"):
         reason = report.longrepr[2].removeprefix("Skipped: ")
         if not ALLOWED.get(reason, lambda: False)():

@@ -153,6 +153,7 @@ def test_programs_of_this_environment_are_found():
         assert Path(shutil.which(program)).parent == Path(sysconfig.get_path("scripts"))
 
 
+@pytest.mark.runs("make")
 def test_make_alone_prints_every_target():
     makefile = (ROOT / "Makefile").read_text()
     targets = re.search(r"^\.PHONY: (.+)$", makefile, re.MULTILINE)[1].split()

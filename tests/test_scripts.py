@@ -122,6 +122,8 @@ def trained(tmp_path_factory) -> dict[Path, tuple[Path, str]]:
     return results
 
 
+@pytest.mark.runs("torchrun --nproc_per_node=4 train_ddp.py --epochs 3")
+@pytest.mark.runs("python train_ray_ddp.py --num-workers 4 --epochs 3")
 def test_both_scripts_learn(trained):
     ddp, ray = (saved_state(folder)["accuracy"] for folder, _ in trained.values())
     assert ddp == ray >= 0.95
@@ -426,6 +428,7 @@ def test_port_in_use_is_said():
     assert done.stderr == f"Port {port} is in use: set MASTER_PORT to a free one.\n"
 
 
+@pytest.mark.runs("./launch_multinode_ddp.sh --epochs 3")
 def test_nodes_are_launched_over_ssh(tmp_path):
     """With an `ssh` that runs the command here, as sshd would, in another folder."""
     ssh = tmp_path / "ssh"
