@@ -238,6 +238,7 @@ def test_a_row_has_one_of_three_verdicts():
         Row(1, "speed", "at most 1", "2", verdict="nearly met")
 
 
+@pytest.mark.slow
 @pytest.mark.runs("make bench")
 def test_bytes_are_what_the_formulas_say(tmp_path, monkeypatch):
     """The rows that are exact, as `make bench` measures and writes them."""

@@ -11,7 +11,11 @@ import socket
 import subprocess
 import sys
 
+import pytest
+
 from tests import scripts
+
+pytestmark = [pytest.mark.part01, pytest.mark.slow]
 
 LAUNCHES = 30
 

@@ -24,6 +24,8 @@ from ray.cluster_utils import Cluster
 from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
+pytestmark = [pytest.mark.part02, pytest.mark.slow]
+
 EPOCHS = 4
 
 

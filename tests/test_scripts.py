@@ -23,6 +23,8 @@ from tests import scripts
 from utils.launch import run_ranks
 from utils.models import resnet18
 
+pytestmark = [pytest.mark.part01, pytest.mark.part02]
+
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 
@@ -122,6 +124,7 @@ def trained(tmp_path_factory) -> dict[Path, tuple[Path, str]]:
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.runs("torchrun --nproc_per_node=4 train_ddp.py --epochs 3")
 @pytest.mark.runs("python train_ray_ddp.py --num-workers 4 --epochs 3")
 def test_both_scripts_learn(trained):
@@ -129,18 +132,21 @@ def test_both_scripts_learn(trained):
     assert ddp == ray >= 0.95
 
 
+@pytest.mark.slow
 def test_ray_replaced_a_worker_that_was_killed(trained):
     """And the run went on from its checkpoint: it ends with torchrun's weights, below."""
     folder, _ = trained[scripts.TRAIN_RAY_DDP]
     assert (folder / "killed").read_text() == "one of 4"
 
 
+@pytest.mark.slow
 def test_both_scripts_end_with_the_same_weights(trained):
     ddp, ray = (saved_state(folder)["model"] for folder, _ in trained.values())
     for name, value in ddp.items():
         torch.testing.assert_close(value, ray[name], rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 @BOTH
 def test_every_epoch_is_one_line_without_noise(trained, path):
     lines = trained[path][1].splitlines()
@@ -151,6 +157,7 @@ def test_every_epoch_is_one_line_without_noise(trained, path):
     assert not [line for line in lines if re.search(noise, line)]
 
 
+@pytest.mark.slow
 @BOTH
 def test_a_finished_run_is_not_overwritten(trained, path, complaint):
     folder, _ = trained[path]
@@ -199,6 +206,7 @@ def test_more_workers_than_gpus_is_said_by_every_rank(monkeypatch):
         train_ddp.set_up(Namespace(batch_size=8, epochs=1))
 
 
+@pytest.mark.slow
 def test_one_rank_speaks_for_all():
     status, output = run(scripts.TRAIN_DDP, "--dataset", "digitz", num_workers=2)
     assert status == 1
@@ -350,6 +358,7 @@ def test_resume_asks_for_a_writable_folder_first(complaint, monkeypatch, tmp_pat
     assert said.endswith("cannot be written to (Read-only file system): name another.")
 
 
+@pytest.mark.slow
 def test_a_single_worker_of_ray_goes_on_with_the_next_order(monkeypatch, tmp_path):
     """Ray gives it no DistributedSampler; resumed, it must not repeat the first order."""
     script = scripts.load(scripts.TRAIN_RAY_DDP)
@@ -428,6 +437,7 @@ def test_port_in_use_is_said():
     assert done.stderr == f"Port {port} is in use: set MASTER_PORT to a free one.\n"
 
 
+@pytest.mark.slow
 @pytest.mark.runs("./launch_multinode_ddp.sh --epochs 3")
 def test_nodes_are_launched_over_ssh(tmp_path):
     """With an `ssh` that runs the command here, as sshd would, in another folder."""

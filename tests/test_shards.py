@@ -20,6 +20,8 @@ from PIL import Image
 
 from utils.datasets.shards import augment, encode_png, write_shards
 
+pytestmark = pytest.mark.part02
+
 SMALL = {"image_size": 28, "rows_per_shard": 48}
 SIZE_GB = 2e-4  # five shards of SMALL
 
