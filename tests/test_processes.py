@@ -18,7 +18,7 @@ def test_one_thread_whatever_is_imported_first(monkeypatch, first):
         if setting:
             monkeypatch.setenv("OMP_NUM_THREADS", setting)
         command = [sys.executable, "-c", code]
-        answer = subprocess.check_output(command, text=True, timeout=60)
+        answer = subprocess.check_output(command, text=True, timeout=120)
         assert answer.strip() == threads
 
 
