@@ -11,10 +11,10 @@ export OMP_NUM_THREADS ?= 1
 PARTS := $(wildcard 01-*) $(wildcard 02-*) $(wildcard 03-*)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lab test tour record bench lint doctor clean
+.PHONY: help setup lab test test-all test-weekly tour record bench lint doctor clean
 
 help: ## print what there is
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 setup: $(READY) ## install the packages into .venv (once; later calls install nothing)
 
@@ -48,8 +48,20 @@ endif
 lab: $(READY) ## open the first notebook in JupyterLab
 	@$(RUN) -m jupyter lab --ServerApp.ip=127.0.0.1 $(if $(filter 0,$(shell id -u)),--allow-root) --LabApp.default_url=/lab/tree/01-ddp-pytorch-only/01_data_parallelism_by_hand.ipynb $(LAB_ARGS)
 
-test: $(READY) ## run all tests, and compare the outputs of all notebooks
-	@$(RUN) -m pytest --nbval tests $(PARTS)
+# Marks say what is slow, or of a part; tests/tiers.py marks the notebooks.
+test: $(READY) ## run the quick tests and first notebooks (PART=02: all of a part)
+ifdef PART
+	@$(if $(wildcard $(PART)-*),,echo "There is no part $(PART): name a numbered folder, as in 'make test PART=02'."; exit 1;) $(RUN) -m pytest --nbval -m "part$(PART) and not weekly" tests $(wildcard $(PART)-*)
+else
+	@$(RUN) -m pytest --nbval --note-run=test -m "not slow and not weekly" tests $(PARTS)
+endif
+
+test-all: $(READY) ## run what gates a change: all notebooks, parity, faults, scripts, bad input
+	@$(RUN) -m pytest --nbval --note-run=test-all -m "not weekly" tests $(PARTS)
+
+# Installing takes longer than a test may.
+test-weekly: $(READY) ## run what is long and rarely breaks
+	@$(RUN) -m pytest --note-run=test-weekly -m weekly -o timeout=3600 -o faulthandler_timeout=3660 tests
 
 tour: $(READY) ## execute all notebooks in order, and print what each one proved
 	@$(RUN) -m tests.notebooks tour

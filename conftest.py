@@ -6,17 +6,28 @@ import shutil
 import sysconfig
 import tempfile
 import uuid
-from collections import Counter
+from pathlib import Path
 
 from nbval.plugin import IPyNbFile
 
 from tests import scripts
-from tests.notebooks import RECORDING_ENVIRONMENT, end_left_over, note_seconds
+from tests.notebooks.execution import RECORDING_ENVIRONMENT, end_left_over
+
+pytest_plugins = ["tests.tiers", "tests.skips", "tests.seconds"]
 
 os.environ.update(RECORDING_ENVIRONMENT)
-importlib.import_module("utils.cluster")  # before Ray: it sets what that reads
+importlib.import_module("utils")  # before Ray: it sets what that reads
 # This environment's programs (torchrun, ninja) first, also where it is not activated.
 os.environ["PATH"] = sysconfig.get_path("scripts") + os.pathsep + os.environ["PATH"]
+# A warning of our own code is an error here (pyproject.toml), and in processes started
+# by tests. Python wants each module by its name.
+ROOT = Path(__file__).parent
+OURS = (*ROOT.glob("utils/**/*.py"), *ROOT.glob("tests/**/*.py"))
+names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in OURS]
+names += [path.stem for path in ROOT.glob("0*/*.py")]
+os.environ["PYTHONWARNINGS"] = ",".join(
+    f"error:::{name.removesuffix('.__init__')}" for name in names
+)
 _setup, _teardown = IPyNbFile.setup, IPyNbFile.teardown
 
 
@@ -25,25 +36,9 @@ def pytest_configure(config):
 
 
 def pytest_unconfigure(config):
+    """End what tests left behind, as one that was stopped by its time limit; clean up."""
+    end_left_over({"WORKSHOP_STORAGE": os.environ["WORKSHOP_STORAGE"]})
     shutil.rmtree(os.environ["WORKSHOP_STORAGE"], ignore_errors=True)
-
-
-def pytest_terminal_summary(terminalreporter):
-    """Say where the time went: seconds per file; per cell, in a file for `make bench`."""
-    by_test, by_file = Counter(), Counter()
-    for reports in terminalreporter.stats.values():
-        for report in reports:
-            if hasattr(report, "duration"):
-                by_test[report.nodeid] += report.duration
-                by_file[report.nodeid.split("::")[0]] += report.duration
-    if any(".ipynb" in name for name in by_file):
-        failed = {r.nodeid for r in terminalreporter.stats.get("failed", [])}
-        note_seconds({n: s for n, s in by_test.items() if n not in failed})
-    if len(by_file) > 1:
-        terminalreporter.section("seconds per file")
-        for name, total in by_file.most_common():
-            terminalreporter.write_line(f"{total:7.1f}  {name}")
-        terminalreporter.write_line(f"{by_file.total():7.1f}  together")
 
 
 def setup(self):

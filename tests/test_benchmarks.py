@@ -11,7 +11,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests import notebooks
+from tests import notebooks, seconds
 from tests.benchmarks import __main__ as benchmark
 from tests.benchmarks import executing, report, steps, streaming
 from tests.benchmarks.__main__ import FOLDER, main
@@ -112,7 +112,7 @@ def three_notebooks(tmp_path, monkeypatch):
     """Two lessons and a notebook of solutions, each of two cells."""
     monkeypatch.setattr(notebooks, "ROOT", tmp_path)
     monkeypatch.setattr(executing, "ROOT", tmp_path)
-    monkeypatch.setattr(notebooks, "SECONDS", tmp_path / "build" / "seconds.json")
+    monkeypatch.setattr(seconds, "CELLS", tmp_path / "build" / "seconds.json")
     for name in ("a", "b", "solutions"):
         notebook(
             tmp_path / "01-part" / f"{name}.ipynb", "import torch", f"print('{name}')"
@@ -126,9 +126,9 @@ def took(name, *seconds):
 
 
 def test_seconds_of_notebooks_are_kept_until_they_change(three_notebooks):
-    notebooks.note_seconds(took("a", 1.0, 3.0) | took("solutions", 9.0, 9.0))
-    notebooks.note_seconds(took("b", 2.0, 2.0) | {"tests/test_a.py::test": 5.0})
-    notebooks.note_seconds(took("a", 7.0))  # a run that was cut short, or failed
+    seconds.note_cells(took("a", 1.0, 3.0) | took("solutions", 9.0, 9.0))
+    seconds.note_cells(took("b", 2.0, 2.0) | {"tests/test_a.py::test": 5.0})
+    seconds.note_cells(took("a", 7.0))  # a run that was cut short, or failed
     first, second = executing.rows()  # and not the solutions
     assert (first.value, first.note) == ("1.33", "4 s under nbval, 25% of it start-up")
     assert (second.value, second.note) == (
@@ -238,6 +238,8 @@ def test_a_row_has_one_of_three_verdicts():
         Row(1, "speed", "at most 1", "2", verdict="nearly met")
 
 
+@pytest.mark.slow
+@pytest.mark.runs("make bench")
 def test_bytes_are_what_the_formulas_say(tmp_path, monkeypatch):
     """The rows that are exact, as `make bench` measures and writes them."""
     monkeypatch.setattr(benchmark, "FOLDER", tmp_path)
@@ -257,7 +259,7 @@ def test_what_torchrun_starts_imports_no_more_than_a_script_does():
     """Else Ray Train's start would be compared with one that imports Ray as well."""
     loaded = "import sys, tests.benchmarks.loop; print(*sys.modules)"
     done = subprocess.check_output(
-        [sys.executable, "-c", loaded], cwd=notebooks.ROOT, text=True
+        [sys.executable, "-c", loaded], cwd=notebooks.ROOT, text=True, timeout=120
     )
     names = {name.partition(".")[0] for name in done.split()}
     assert "torch" in names

@@ -1,8 +1,8 @@
-"""No run of train_ddp.py ends in an abort: 30 launches of two ranks, 30 clean exits.
+"""No run of train_ddp.py ends in an abort: N launches of two ranks, N clean exits.
 
 Runs have been seen to end in an abort where DDP's objects outlived the process group; the
 script frees them first. Each rank leaves through the interpreter's own end, as under
-torchrun. To make 30 launches affordable the ranks are forked from one process that has
+torchrun. To make many launches affordable the ranks are forked from one process that has
 imported torch, and train a small model on a few images.
 """
 
@@ -11,9 +11,11 @@ import socket
 import subprocess
 import sys
 
+import pytest
+
 from tests import scripts
 
-LAUNCHES = 30
+pytestmark = pytest.mark.part01
 
 # argv: a port for each launch
 PROGRAM = """
@@ -58,9 +60,9 @@ def free_ports(count: int) -> list[str]:
     return ports
 
 
-def exit_codes() -> list[str]:
+def exit_codes(launches: int) -> list[str]:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *free_ports(LAUNCHES)],
+        [sys.executable, "-c", PROGRAM, *free_ports(launches)],
         cwd=scripts.ROOT,
         env=os.environ | {"PYTHONPATH": str(scripts.ROOT)},
         capture_output=True,
@@ -70,5 +72,12 @@ def exit_codes() -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_thirty_launches_end_cleanly():
-    assert exit_codes() == ["0 0"] * LAUNCHES
+@pytest.mark.parametrize(
+    "launches",
+    [
+        pytest.param(5, marks=pytest.mark.slow),
+        pytest.param(30, marks=pytest.mark.weekly),
+    ],
+)
+def test_launches_end_cleanly(launches):
+    assert exit_codes(launches) == ["0 0"] * launches

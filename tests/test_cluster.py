@@ -11,6 +11,8 @@ import pytest
 
 from tests import scripts
 
+pytestmark = pytest.mark.part02
+
 PROGRAM = """
 import json, os
 from utils.cluster import start_ray
@@ -104,6 +106,7 @@ def test_utils_reach_a_worker_in_another_folder(started):
     assert started[1]["found"] == str(scripts.ROOT / "utils" / "models.py")
 
 
+@pytest.mark.slow
 def test_utils_reach_a_node_that_does_not_have_them():
     ours = {"WORKSHOP_MODE": "smoke", "WORKSHOP_STORAGE": "/shared"}
     done = run(PROGRAM, RAY_ADDRESS="of a cluster", **ours)
@@ -138,6 +141,7 @@ def test_notes_of_ray_that_no_notebook_may_show(program, note):
     assert note in (core / program).read_bytes()
 
 
+@pytest.mark.slow
 def test_ray_imported_too_early_is_said():
     names = "RAY_ENABLE_UV_RUN_RUNTIME_ENV", "RAY_DATA_USE_DATASOURCE_V2"
     without = f"import os; [os.environ.pop(name, None) for name in {names}]\n"
@@ -154,6 +158,7 @@ def test_a_request_that_fits_no_node_is_said(started):
     assert "lower the number of workers" in problem  # to change
 
 
+@pytest.mark.slow
 def test_a_cluster_that_does_not_answer_is_said():
     program = "from utils.cluster import start_ray\nstart_ray()"
     done = run(
@@ -185,6 +190,7 @@ cluster.shutdown()
 """
 
 
+@pytest.mark.slow
 def test_a_ray_of_its_own_where_there_is_a_cluster():
     """With options that only a Ray started here takes; it does not grow, and is checked."""
     done = run(REFUSED)

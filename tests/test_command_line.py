@@ -70,6 +70,7 @@ def test_started_alone_a_script_ends_with_the_sentence(script):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

@@ -1,5 +1,6 @@
 """The commands of the README: `make lab` serves, `make tour` prints, none is untested."""
 
+import ast
 import os
 import re
 import signal
@@ -15,35 +16,12 @@ import nbformat
 import pytest
 
 from tests import notebooks
+from tests.notebooks.__main__ import tour
+from tests.notebooks.execution import record
+from tests.notebooks.navigation import navigation
 
 README = notebooks.ROOT / "README.md"
-CI = (notebooks.ROOT / ".ci" / "run").read_text().splitlines()
-# Where each command of the README runs besides the reader's terminal: in a test, or in CI.
-RUN_BY = {
-    "make": "test_environment.py::test_make_alone_prints_every_target",
-    "make lab": "test_commands.py::test_lab_serves_the_first_notebook",
-    "make test": "CI: make test",
-    "make lint": "CI: make lint",
-    "make setup": "test_setup.py::test_first_call_installs_and_the_second_does_nothing",
-    "make tour": "test_commands.py::test_tour_prints_what_was_proved",
-    "make record": "test_commands.py::test_record_saves_clean_outputs",
-    "make bench": "test_benchmarks.py::test_bytes_are_what_the_formulas_say",
-    "make doctor": "test_setup.py::test_doctor_installs_nothing",
-    "make clean": "test_setup.py::test_clean_removes_what_was_made_and_nothing_else",
-    "pytest --nbval 01-ddp-pytorch-only": "CI: make test",
-    "torchrun --nproc_per_node=4 train_ddp.py --epochs 3": (
-        "test_scripts.py::test_both_scripts_learn"
-    ),
-    "python train_ray_ddp.py --num-workers 4 --epochs 3": (
-        "test_scripts.py::test_both_scripts_learn"
-    ),
-    "./launch_multinode_ddp.sh --epochs 3": (
-        "test_scripts.py::test_nodes_are_launched_over_ssh"
-    ),
-    "pip install -r requirements.txt": (
-        "test_setup.py::test_first_call_installs_and_the_second_does_nothing"
-    ),
-}
+RUNS = "pytest.mark.runs"
 # A network, a name, and what the tests do by naming .venv/bin.
 NOT_RUN = {
     "git clone <this repository>",
@@ -66,6 +44,22 @@ def commands(text: str) -> list[tuple[str, Path]]:
     return found
 
 
+def run_by() -> dict[str, str]:
+    """What runs a command besides the reader: CI, or a test that is marked with it."""
+    gate = (notebooks.ROOT / ".ci" / "run").read_text().splitlines()
+    found = {line: ".ci/run" for line in gate if line.startswith("make ")}
+    for path in sorted(notebooks.ROOT.glob("tests/test_*.py")):
+        for test in ast.walk(ast.parse(path.read_text())):
+            for mark in getattr(test, "decorator_list", []):
+                if isinstance(mark, ast.Call) and ast.unparse(mark.func) == RUNS:
+                    names = [ast.literal_eval(argument) for argument in mark.args]
+                    found |= dict.fromkeys(names, f"{path.name}::{test.name}")
+    return found
+
+
+RUN_BY = run_by()
+
+
 def is_run(command: str, folder: Path) -> bool:
     """Whether a test or CI runs this very command, or it enters a folder that exists."""
     command = re.sub(r"^(?:[A-Z_]+=(?:\"[^\"]*\"|\S*) )+", "", command)
@@ -85,7 +79,7 @@ def test_the_readme_has_commands():
 
 @pytest.mark.parametrize(("command", "folder"), COMMANDS, ids=[c for c, _ in COMMANDS])
 def test_every_command_of_the_readme_is_run(command, folder):
-    assert is_run(command, folder), command
+    assert is_run(command, folder), f"mark the test that runs it: @{RUNS}({command!r})"
 
 
 @pytest.mark.parametrize(
@@ -97,17 +91,15 @@ def test_a_command_that_nothing_runs_is_seen(line):
 
 
 @pytest.mark.parametrize("command", RUN_BY)
-def test_what_runs_a_command_exists(command):
-    place, _, name = RUN_BY[command].partition("::")
-    if place.startswith("CI: "):
-        assert place.removeprefix("CI: ") in CI
-    else:
-        assert f"\ndef {name}(" in (notebooks.ROOT / "tests" / place).read_text()
+def test_what_a_test_says_to_run_is_there(command):
+    makefile = (notebooks.ROOT / "Makefile").read_text()
     if command.startswith("make "):
-        makefile = (notebooks.ROOT / "Makefile").read_text()
-        assert f"\n{command.removeprefix('make ')}: " in makefile
+        assert f"\n{command.removeprefix('make ')}: " in makefile, RUN_BY[command]
+    else:
+        assert command in {c for c, _ in COMMANDS} | {"make"}, RUN_BY[command]
 
 
+@pytest.mark.runs("make lab")
 def test_lab_serves_the_first_notebook():
     if Path(sys.prefix) != notebooks.ROOT / ".venv":
         pytest.skip("make lab needs the .venv of this repository")
@@ -166,8 +158,9 @@ def two_notebooks(tmp_path, monkeypatch) -> list[Path]:
     return notebooks.all_notebooks()
 
 
+@pytest.mark.runs("make tour")
 def test_tour_prints_what_was_proved(two_notebooks, capsys):
-    assert notebooks.tour(two_notebooks) == 1
+    assert tour(two_notebooks) == 1
     out = capsys.readouterr().out
     assert re.search(r"01-part/01_good\.ipynb +\d+  1 \+ 1 is 2", out)
     assert re.search(r"Failed: 01-part/02_bad\.ipynb, cell 1: .*division by zero", out)
@@ -175,13 +168,14 @@ def test_tour_prints_what_was_proved(two_notebooks, capsys):
     assert notebooks.proofs(nbformat.read(copy, as_version=4)) == ["1 + 1 is 2"]
 
 
+@pytest.mark.runs("make record")
 def test_record_saves_clean_outputs(two_notebooks):
     good, bad = two_notebooks
-    notebooks.record([good])
+    record([good])
     recorded = nbformat.read(good, as_version=4)
     assert recorded.cells[1].execution_count == 1
-    assert notebooks.navigation(good) in recorded.cells[-1].source
+    assert navigation(good) in recorded.cells[-1].source
     before = bad.read_bytes()
     with pytest.raises(RuntimeError, match="02_bad"):
-        notebooks.record([bad])
+        record([bad])
     assert bad.read_bytes() == before

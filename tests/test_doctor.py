@@ -58,9 +58,8 @@ def test_this_environment_passes_what_does_not_depend_on_the_machine():
 
 
 def test_works_without_any_package(tmp_path):
-    subprocess.run(
-        [sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True
-    )
+    command = [sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"]
+    subprocess.run(command, check=True, timeout=60)
     answer = run_doctor(tmp_path / "bare" / "bin" / "python", WORKSHOP_MODE="smoke")
     assert answer.returncode == 1, answer.stderr
     assert answer.stderr == ""

@@ -123,7 +123,7 @@ def test_last_line_is_this_package_importable_from_everywhere(tmp_path):
     assert LINES[-1] == "-e ."
     code = "import utils; print(utils.__file__)"
     command = [sys.executable, "-c", code]
-    answer = subprocess.check_output(command, cwd=tmp_path, text=True)
+    answer = subprocess.check_output(command, cwd=tmp_path, text=True, timeout=120)
     assert Path(answer.strip()) == ROOT / "utils" / "__init__.py"
 
 
@@ -141,7 +141,8 @@ def test_installed_versions_are_the_pinned_ones():
 def test_import_ray_parses_no_grammar():
     """jsonschema from 4.25 on would load it, and make every Ray process 1 s slower."""
     code = "import sys, ray; print(*sys.modules)"
-    modules = subprocess.check_output([sys.executable, "-c", code], text=True).split()
+    command = [sys.executable, "-c", code]
+    modules = subprocess.check_output(command, text=True, timeout=120).split()
     assert "ray" in modules
     assert "rfc3987_syntax" not in modules
 
@@ -152,12 +153,14 @@ def test_programs_of_this_environment_are_found():
         assert Path(shutil.which(program)).parent == Path(sysconfig.get_path("scripts"))
 
 
+@pytest.mark.runs("make")
 def test_make_alone_prints_every_target():
     makefile = (ROOT / "Makefile").read_text()
     targets = re.search(r"^\.PHONY: (.+)$", makefile, re.MULTILINE)[1].split()
     # Under `make test` it would also print which folder it enters.
     command = ["make", "--no-print-directory"]
-    lines = subprocess.check_output(command, cwd=ROOT, text=True).splitlines()
+    shown = subprocess.check_output(command, cwd=ROOT, text=True, timeout=120)
+    lines = shown.splitlines()
     assert [line.split()[:2] for line in lines] == [["make", t] for t in targets]
     assert all(len(line.split()) > 4 for line in lines)  # and what each one does
 

@@ -7,6 +7,8 @@ from ray.train import ControllerError, WorkerGroupError
 
 from utils import failures
 
+pytestmark = pytest.mark.part02
+
 
 def test_what_a_worker_says_is_wrong_is_found():
     bug, sentence = TypeError("a bug"), ValueError("a sentence")

@@ -24,6 +24,8 @@ from ray.cluster_utils import Cluster
 from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
+pytestmark = [pytest.mark.part02, pytest.mark.slow]
+
 EPOCHS = 4
 
 
@@ -154,7 +156,7 @@ def kill_driver(log, folder):
         time.sleep(0.1)
     its_ray = psutil.Process(driver.pid).children(recursive=True)
     driver.kill()
-    driver.wait()
+    driver.wait(timeout=30)
     for process in its_ray:  # as when the driver's machine loses its power
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
@@ -195,10 +197,10 @@ def small_disk(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)]
-    if sys.platform != "linux" or subprocess.run(mount, capture_output=True).returncode:
+    if subprocess.run(mount, capture_output=True, timeout=30).returncode:
         pytest.skip("this user may not mount a disk to fill up")
     yield disk
-    subprocess.run(["umount", "-l", str(disk)], check=True)
+    subprocess.run(["umount", "-l", str(disk)], check=True, timeout=30)
 
 
 def test_storage_that_fills_up_and_turns_read_only(small_disk, tmp_path):
@@ -211,7 +213,7 @@ def test_storage_that_fills_up_and_turns_read_only(small_disk, tmp_path):
 
     def remount(option):
         command = ["mount", "-o", f"remount,{option}", str(small_disk)]
-        subprocess.run(command, check=True)
+        subprocess.run(command, check=True, timeout=30)
 
     filled = when(log, "waits", fill)
     with pytest.raises(ray.train.TrainingFailedError):

@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from utils.launch import run_ranks
 
+pytestmark = pytest.mark.part01
+
 
 def test_results_come_back_by_rank():
     factor = 10  # a closure, as of a function that was typed into a notebook

@@ -9,10 +9,13 @@ import sys
 import textwrap
 
 import nbformat
+import psutil
 import pytest
 from nbconvert.filters.markdown import markdown2html
 
 from tests import notebooks, scripts
+from tests.notebooks.execution import execute
+from tests.notebooks.navigation import navigation
 from utils.show import function_source
 
 ALL = notebooks.all_notebooks()
@@ -119,7 +122,7 @@ def test_metadata_name_the_kernel_only(notebook):
 
 
 def test_navigation_is_fresh(notebook):
-    line = notebooks.navigation(notebook.path)
+    line = navigation(notebook.path)
     assert notebook.cells[0].source.startswith(line)
     assert notebook.cells[-1].source.endswith(line)
 
@@ -213,8 +216,10 @@ def canaries(tmp_path_factory) -> dict[str, str]:
         nbformat.write(nbformat.v4.new_notebook(cells=[cell]), path)
     command = [sys.executable, "-m", "pytest", "-v", "--nbval", folder]
     command += ["--rootdir", notebooks.ROOT, "-c", notebooks.ROOT / "pyproject.toml"]
+    # no cache: `pytest --lf` would run these again
+    command += ["-p", "conftest", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        [*command, "-p", "conftest"], cwd=notebooks.ROOT, capture_output=True, text=True
+        command, cwd=notebooks.ROOT, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 1, done.stdout
     found = re.findall(r"(\w+)\.ipynb::Cell 0 (PASSED|FAILED)", done.stdout)
@@ -246,7 +251,7 @@ def test_a_failure_names_notebook_and_cell(tmp_path, monkeypatch):
     with pytest.raises(
         RuntimeError, match=r"broken\.ipynb, cell 1: .*ZeroDivisionError"
     ):
-        notebooks.execute(tmp_path / "broken.ipynb", {})
+        execute(tmp_path / "broken.ipynb", {})
 
 
 def test_what_a_notebook_leaves_behind_is_ended(tmp_path, monkeypatch):
@@ -257,10 +262,8 @@ def test_what_a_notebook_leaves_behind_is_ended(tmp_path, monkeypatch):
     )
     cell = nbformat.v4.new_code_cell(source)
     nbformat.write(nbformat.v4.new_notebook(cells=[cell]), tmp_path / "left.ipynb")
-    executed = notebooks.execute(tmp_path / "left.ipynb", {})
+    executed = execute(tmp_path / "left.ipynb", {})
     pid = int(executed.cells[0].outputs[0].data["text/plain"])
-    notebooks.psutil.wait_procs(
-        [notebooks.psutil.Process(pid)] if notebooks.psutil.pid_exists(pid) else [],
-        timeout=5,
-    )
-    assert not notebooks.psutil.pid_exists(pid)
+    if psutil.pid_exists(pid):
+        psutil.wait_procs([psutil.Process(pid)], timeout=5)
+    assert not psutil.pid_exists(pid)

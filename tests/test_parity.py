@@ -29,6 +29,8 @@ from tests import parity, scripts, sharding
 from utils.datasets import write_shards
 from utils.launch import run_ranks
 
+pytestmark = [pytest.mark.part01, pytest.mark.part02, pytest.mark.part03]
+
 FLOAT64, FLOAT32 = 1e-10, 1e-5
 # DeepSpeed reduces gradients of float64 models in float32, and keeps float32 copies.
 FLOAT64_ZERO = 1e-6
@@ -87,9 +89,7 @@ def with_ray(num_workers: int) -> dict[str, dict[str, torch.Tensor]]:
             run_config=RunConfig(name="parity", storage_path=folder),
         )
         returned = trainer.fit().return_value
-    return {
-        n: {k: torch.from_numpy(v) for k, v in r.items()} for n, r in returned.items()
-    }
+    return {n: {k: torch.tensor(v) for k, v in r.items()} for n, r in returned.items()}
 
 
 def as_numpy(results: dict[str, dict[str, torch.Tensor]]) -> dict[str, dict]:
@@ -103,7 +103,10 @@ def _ray():
     ray.shutdown()
 
 
-@pytest.fixture(params=WORKERS, ids=lambda n: f"{n} workers")
+QUICK = [n if n == 2 else pytest.param(n, marks=pytest.mark.slow) for n in WORKERS]
+
+
+@pytest.fixture(params=QUICK, ids=lambda n: f"{n} workers")
 def num_workers(request) -> int:
     return request.param
 

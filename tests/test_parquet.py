@@ -7,6 +7,8 @@ import pytest
 from utils import parquet
 from utils.datasets import write_shards
 
+pytestmark = pytest.mark.part02
+
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory):

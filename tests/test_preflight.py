@@ -9,6 +9,8 @@ import ray
 
 from utils import preflight
 
+pytestmark = pytest.mark.part02
+
 
 @pytest.fixture(scope="module")
 def started():

@@ -17,7 +17,8 @@ def test_one_thread_whatever_is_imported_first(monkeypatch, first):
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
         if setting:
             monkeypatch.setenv("OMP_NUM_THREADS", setting)
-        answer = subprocess.check_output([sys.executable, "-c", code], text=True)
+        command = [sys.executable, "-c", code]
+        answer = subprocess.check_output(command, text=True, timeout=120)
         assert answer.strip() == threads
 
 

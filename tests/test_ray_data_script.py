@@ -25,6 +25,8 @@ from tests import scripts
 from utils.datasets import write_shards
 from utils.datasets.shards import encode_png
 
+pytestmark = pytest.mark.part02
+
 script = scripts.load(scripts.TRAIN_RAY_DDP_WITH_RAY_DATA)
 
 
@@ -90,6 +92,7 @@ def test_what_both_scripts_have_is_the_same():
         assert inspect.getsource(ours) == inspect.getsource(theirs)
 
 
+@pytest.mark.slow
 def test_a_run_leaves_out_and_counts_what_is_corrupt(damaged, tmp_path, monkeypatch):
     """3 files of 48 rows are whole: 144 rows, 72 for each worker, 4 batches of 18."""
     arguments = ["--data-path", damaged, "--on-corrupt", "skip", "--num-workers", 2]
@@ -116,6 +119,7 @@ def fails_with(done, sentence):
     return done.returncode == 1 and re.fullmatch(expected, done.stderr.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_a_run_that_meets_a_damaged_page_names_the_file(damaged, tmp_path):
     """Behind a whole footer: it is found once the run has begun."""
     for number in (1, 2, 4):
@@ -125,6 +129,7 @@ def test_a_run_that_meets_a_damaged_page_names_the_file(damaged, tmp_path):
     assert fails_with(done, sentence), done.stderr
 
 
+@pytest.mark.slow
 def test_a_run_on_its_own_data_keeps_what_it_saved_when_that_is_damaged(tmp_path):
     """It generates, trains, is resumed and fails, and goes on with the data mended."""
     arguments = ["--data-size-gb", 0.004, "--num-workers", 1, "--smoke-test"]
@@ -254,6 +259,7 @@ def own_ray():
     ray.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_ray")
 class TestSetUp:
     def test_a_corrupt_image_fails_with_the_name_of_its_file(self, whole_files):

@@ -23,6 +23,8 @@ from tests import scripts
 from utils.launch import run_ranks
 from utils.models import resnet18
 
+pytestmark = [pytest.mark.part01, pytest.mark.part02]
+
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 
@@ -122,23 +124,29 @@ def trained(tmp_path_factory) -> dict[Path, tuple[Path, str]]:
     return results
 
 
+@pytest.mark.slow
+@pytest.mark.runs("torchrun --nproc_per_node=4 train_ddp.py --epochs 3")
+@pytest.mark.runs("python train_ray_ddp.py --num-workers 4 --epochs 3")
 def test_both_scripts_learn(trained):
     ddp, ray = (saved_state(folder)["accuracy"] for folder, _ in trained.values())
     assert ddp == ray >= 0.95
 
 
+@pytest.mark.slow
 def test_ray_replaced_a_worker_that_was_killed(trained):
     """And the run went on from its checkpoint: it ends with torchrun's weights, below."""
     folder, _ = trained[scripts.TRAIN_RAY_DDP]
     assert (folder / "killed").read_text() == "one of 4"
 
 
+@pytest.mark.slow
 def test_both_scripts_end_with_the_same_weights(trained):
     ddp, ray = (saved_state(folder)["model"] for folder, _ in trained.values())
     for name, value in ddp.items():
         torch.testing.assert_close(value, ray[name], rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 @BOTH
 def test_every_epoch_is_one_line_without_noise(trained, path):
     lines = trained[path][1].splitlines()
@@ -149,6 +157,7 @@ def test_every_epoch_is_one_line_without_noise(trained, path):
     assert not [line for line in lines if re.search(noise, line)]
 
 
+@pytest.mark.slow
 @BOTH
 def test_a_finished_run_is_not_overwritten(trained, path, complaint):
     folder, _ = trained[path]
@@ -197,6 +206,7 @@ def test_more_workers_than_gpus_is_said_by_every_rank(monkeypatch):
         train_ddp.set_up(Namespace(batch_size=8, epochs=1))
 
 
+@pytest.mark.slow
 def test_one_rank_speaks_for_all():
     status, output = run(scripts.TRAIN_DDP, "--dataset", "digitz", num_workers=2)
     assert status == 1
@@ -348,6 +358,7 @@ def test_resume_asks_for_a_writable_folder_first(complaint, monkeypatch, tmp_pat
     assert said.endswith("cannot be written to (Read-only file system): name another.")
 
 
+@pytest.mark.slow
 def test_a_single_worker_of_ray_goes_on_with_the_next_order(monkeypatch, tmp_path):
     """Ray gives it no DistributedSampler; resumed, it must not repeat the first order."""
     script = scripts.load(scripts.TRAIN_RAY_DDP)
@@ -420,11 +431,14 @@ def test_port_in_use_is_said():
             env=os.environ | {"MASTER_PORT": str(port)},
             capture_output=True,
             text=True,
+            timeout=60,
         )
     assert done.returncode == 1
     assert done.stderr == f"Port {port} is in use: set MASTER_PORT to a free one.\n"
 
 
+@pytest.mark.slow
+@pytest.mark.runs("./launch_multinode_ddp.sh --epochs 3")
 def test_nodes_are_launched_over_ssh(tmp_path):
     """With an `ssh` that runs the command here, as sshd would, in another folder."""
     ssh = tmp_path / "ssh"
@@ -480,6 +494,7 @@ def test_nodes_on_one_machine_share_no_gpu(gpus, expected, tmp_path):
         env=os.environ | environment,
         capture_output=True,
         text=True,
+        timeout=60,
     )
     assert done.returncode == 0, done.stderr
     assert set(done.stdout.splitlines()) == expected

@@ -68,7 +68,8 @@ def test_asking_for_the_mode_does_not_import_torch():
     code = (
         "import sys; from utils import settings; settings.mode(); print(*sys.modules)"
     )
-    modules = subprocess.check_output([sys.executable, "-c", code], text=True).split()
+    command = [sys.executable, "-c", code]
+    modules = subprocess.check_output(command, text=True, timeout=120).split()
     assert "utils.settings" in modules
     assert "torch" not in modules
 

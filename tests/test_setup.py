@@ -92,6 +92,7 @@ def clone(tmp_path):
     return Clone(tmp_path)
 
 
+@pytest.mark.runs("make setup", "pip install -r requirements.txt")
 def test_first_call_installs_and_the_second_does_nothing(clone):
     status, output, calls = clone.make("setup")
     assert status == 0, output
@@ -255,6 +256,35 @@ def test_one_thread_per_process_unless_the_reader_says_otherwise(clone, target):
     assert clone.make(target, OMP_NUM_THREADS="3")[2][-1] == "PATH=3"
 
 
+@pytest.mark.runs("make test", "make test-all", "make test-weekly")
+@pytest.mark.parametrize(
+    ("arguments", "marks", "folders"),
+    [
+        (["test"], "not slow and not weekly", ["tests", "01-a", "02-b"]),
+        (["test", "PART=02"], "part02 and not weekly", ["tests", "02-b"]),
+        (["test-all"], "not weekly", ["tests", "01-a", "02-b"]),
+        (["test-weekly"], "weekly", ["tests"]),
+    ],
+)
+def test_a_tier_is_chosen_by_marks(clone, arguments, marks, folders):
+    for name in ("01-a", "02-b"):
+        (clone.folder / name).mkdir()
+    status, output, calls = clone.make(*arguments)
+    assert status == 0, output
+    (call,) = [call for call in calls if call.startswith("python -m pytest")]
+    assert f" -m {marks} " in call
+    assert call.split()[-len(folders) :] == folders
+    assert ("--nbval" in call) == (marks != "weekly")
+
+
+def test_a_part_that_does_not_exist_is_named(clone):
+    status, output, calls = clone.make("test", "PART=7")
+    assert status != 0
+    assert "There is no part 7: name a numbered folder" in output
+    assert not any("pytest" in call for call in calls)
+
+
+@pytest.mark.runs("make doctor")
 def test_doctor_installs_nothing(clone):
     """It says what is missing, also where nothing is there."""
     status, output, calls = clone.make("doctor")
@@ -265,6 +295,7 @@ def test_doctor_installs_nothing(clone):
     assert not (clone.folder / ".venv").exists()
 
 
+@pytest.mark.runs("make clean")
 def test_clean_removes_what_was_made_and_nothing_else(clone):
     clone.make("setup")
     (clone.folder / "build").mkdir()

@@ -13,6 +13,8 @@ from tests import sharding
 from utils import comms, memory
 from utils.launch import run_ranks
 
+pytestmark = pytest.mark.part03
+
 KEEP = {"fsdp2": False, "fsdp2-keep": True}
 PARAMETERS = sum(p.numel() for p in sharding.build_model(torch.float32).parameters())
 

@@ -19,6 +19,8 @@ from tests import scripts, sharding
 from utils.launch import run_ranks
 from utils.models import GPT, SMOKE
 
+pytestmark = pytest.mark.part03
+
 FOLDER = sharding.TRAIN_FSDP2.parent
 
 
@@ -176,6 +178,7 @@ def workers_of_ray(driver: psutil.Process) -> list[psutil.Process]:
     return [one for one in started if "RayTrainWorker" in " ".join(one.cmdline())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS, ids=["FSDP2", "ZeRO"])
 def test_killed_workers_change_nothing(script, tmp_path):
     """Ray Train replaces one, and torchrun, which goes on from there, another one."""

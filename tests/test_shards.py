@@ -20,6 +20,8 @@ from PIL import Image
 
 from utils.datasets.shards import augment, encode_png, write_shards
 
+pytestmark = pytest.mark.part02
+
 SMALL = {"image_size": 28, "rows_per_shard": 48}
 SIZE_GB = 2e-4  # five shards of SMALL
 
@@ -100,7 +102,7 @@ def test_a_killed_writer_is_continued(tmp_path):
     while len(contents(folder)) < 3:
         time.sleep(0.001)
     writer.send_signal(signal.SIGKILL)
-    writer.wait()
+    writer.wait(timeout=30)
     assert 3 <= len(contents(folder)) < len(contents(tmp_path / "whole"))
     old, new = folder / "shard-00040.a.tmp", folder / "shard-00040.b.tmp"
     for path in (old, new):  # not read, not in the way

@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 from utils.datasets import write_shards
 from utils.ray_memory import Sample, growth, private_bytes, sample_memory
 
+pytestmark = pytest.mark.part02
+
 MIB = 2**20
 
 
@@ -80,6 +82,7 @@ def test_every_row_once_per_epoch(shards, num_workers, shuffle):
         assert epochs[0] != epochs[1]  # another order in the second epoch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 @settings(max_examples=4, deadline=None, derandomize=True)
@@ -92,6 +95,7 @@ def test_equal_steps_whatever_the_blocks(num_workers, shuffle, blocks):
     check_delivery(epochs, sum(blocks), num_workers)
 
 
+@pytest.mark.slow
 def test_a_dataset_of_four_times_the_store_streams_through_it(tmp_path):
     """4D costs no more memory than D, and nothing is spilled; D is as big as the store."""
     paths = [str(p) for p in write_shards(tmp_path, 0.336, 512, rows_per_shard=16)]

@@ -136,6 +136,6 @@ def images(pictures, labels: Sequence, columns: int = 10) -> None:
         for ax in axes.flat:
             ax.axis("off")
         for ax, picture, label in zip(axes.flat, pictures, labels):
-            ax.imshow(picture.permute(1, 2, 0), cmap="gray_r")
+            ax.imshow(picture.permute(1, 2, 0).numpy(), cmap="gray_r")
             ax.set_title(str(label), size=9)
         plt.show()

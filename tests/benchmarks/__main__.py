@@ -13,7 +13,7 @@ import time
 from importlib import metadata
 from pathlib import Path
 
-from tests.notebooks import RECORDING_ENVIRONMENT
+from tests.notebooks.execution import RECORDING_ENVIRONMENT
 
 PARTS = ("exact", "steps", "streaming", "start", "executing")
 FOLDER = Path(__file__).parent

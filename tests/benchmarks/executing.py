@@ -5,7 +5,8 @@ import subprocess
 import sys
 
 from tests.benchmarks.rows import Row
-from tests.notebooks import ROOT, all_notebooks, noted_seconds
+from tests.notebooks import ROOT, all_notebooks
+from tests.seconds import noted_cells
 
 FIRST = "01-ddp-pytorch-only/01_data_parallelism_by_hand.ipynb"
 
@@ -21,13 +22,15 @@ def is_start_up(source: str) -> bool:
 
 def rows() -> list[Row]:
     """Row 10 of the table: as runs under nbval noted it, of notebooks as they are now."""
-    if FIRST not in noted_seconds():
+    if FIRST not in noted_cells():
         command = [sys.executable, "-m", "pytest", "-q", "--nbval", FIRST]
-        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, timeout=600
+        )
     lessons = [
         str(p.relative_to(ROOT)) for p in all_notebooks() if p.stem != "solutions"
     ]
-    noted = noted_seconds()
+    noted = noted_cells()
     found = [row(name, noted[name]) for name in lessons if name in noted]
     missing = len(lessons) - len(found)
     if missing:

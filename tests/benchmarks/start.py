@@ -90,8 +90,8 @@ def _steps_and_reports(folder: str, pool: ThreadPoolExecutor) -> tuple[Row, Row]
     seconds = [by_ray.ask("report") for _ in range(10)]
     by_torchrun.end()
     by_ray.end()
-    by_torchrun.started.wait()
-    by_ray.started.result()
+    by_torchrun.started.wait(timeout=60)
+    by_ray.started.result(timeout=60)
 
     low, high = interval(seconds)
     epoch = float(np.median(b)) / loop.STEPS * STEPS_PER_EPOCH
@@ -122,7 +122,7 @@ def _first_step(folder: str) -> Row:
     def by_torchrun() -> float:
         start = time.time()
         job = torchrun("first-step")
-        output, _ = job.communicate()
+        output, _ = job.communicate(timeout=120)
         return float(output) - start
 
     def by_ray() -> float:

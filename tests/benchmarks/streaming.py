@@ -117,7 +117,7 @@ def _throughput(files_by_rows: dict[int, list[str]]) -> list[Row]:
         for row in _race(loader, files, rows)
     ]
     loader.end()
-    loader.started.wait()
+    loader.started.wait(timeout=60)
     ray.shutdown()
     if pin:
         os.sched_setaffinity(0, cores)

@@ -1,0 +1,40 @@
+"""The notebooks of the workshop: which there are, and what one of them says.
+
+`execution` runs and records them, `navigation` links them, and
+`python -m tests.notebooks` is their command line.
+"""
+
+import re
+from pathlib import Path
+
+import nbformat
+
+ROOT = Path(__file__).parent.parent.parent
+PROOF = "Proved: "
+
+
+def all_notebooks() -> list[Path]:
+    """The notebooks in reading order; a part's solutions come last."""
+    return sorted(ROOT.glob("0[123]-*/*.ipynb"))
+
+
+def code(path: Path) -> list[str]:
+    """The source of every cell of code."""
+    cells = nbformat.read(path, as_version=4).cells
+    return [cell.source for cell in cells if cell.cell_type == "code"]
+
+
+def proofs(notebook: nbformat.NotebookNode) -> list[str]:
+    """What the notebook printed in lines that begin with "Proved: "."""
+    outputs = (o for c in notebook.cells for o in c.get("outputs", []))
+    lines = (line for o in outputs for line in o.get("text", "").splitlines())
+    return [line.removeprefix(PROOF) for line in lines if line.startswith(PROOF)]
+
+
+def title(path: Path) -> str:
+    """The first heading of a notebook."""
+    for cell in nbformat.read(path, as_version=4).cells:
+        heading = re.search(r"^# (.+)$", cell.source, re.MULTILINE)
+        if cell.cell_type == "markdown" and heading:
+            return heading[1]
+    raise ValueError(f"{path} has no heading: give its first cell a line '# Title'.")

@@ -1,0 +1,47 @@
+"""The line that links each notebook to its neighbours, at its top and at its end."""
+
+import re
+from pathlib import Path
+
+import nbformat
+
+from tests.notebooks import all_notebooks, title
+
+NAVIGATION = re.compile(r"^.*<!-- navigation -->.*\n*", re.MULTILINE)
+
+
+def navigation(path: Path) -> str:
+    """The line that links a notebook to its neighbours."""
+    notebooks = all_notebooks()
+    here = notebooks.index(path)
+    links = ["[Contents](../README.md)"]
+    if here > 0:
+        links.insert(
+            0, f"[← {title(notebooks[here - 1])}]({_link(notebooks[here - 1])})"
+        )
+    if here + 1 < len(notebooks):
+        links.append(f"[{title(notebooks[here + 1])} →]({_link(notebooks[here + 1])})")
+    # Not in front: Markdown takes a line that begins with a comment as HTML, links and all.
+    return " | ".join(links) + " <!-- navigation -->"
+
+
+def with_navigation(path: Path, notebook: nbformat.NotebookNode) -> None:
+    """Put the navigation line on top of the first cell and at the end of the last."""
+    line = navigation(path)
+    if notebook.cells[-1].cell_type != "markdown":
+        notebook.cells.append(nbformat.v4.new_markdown_cell(id="navigation"))
+    first, last = notebook.cells[0], notebook.cells[-1]
+    first.source = line + "\n\n" + NAVIGATION.sub("", first.source).strip()
+    last.source = (NAVIGATION.sub("", last.source).strip() + "\n\n" + line).strip()
+
+
+def link(paths: list[Path]) -> None:
+    """Write the navigation of notebooks anew, without executing them."""
+    for path in paths:
+        notebook = nbformat.read(path, as_version=4)
+        with_navigation(path, notebook)
+        nbformat.write(notebook, path)
+
+
+def _link(path: Path) -> str:
+    return f"../{path.parent.name}/{path.name}"

@@ -1,0 +1,63 @@
+"""The skips that are allowed, each with where (a plugin of pytest): any other one fails.
+
+A test that is skipped proves nothing, and nobody reads the list of what was skipped.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def may_mount() -> bool:
+    """Root, and not in a container that keeps the capability CAP_SYS_ADMIN from it."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return False
+    return bool(int(status.partition("CapEff:")[2].split()[0], 16) >> 21 & 1)
+
+
+def outside_venv() -> bool:
+    """Python is not that of `make`."""
+    return Path(sys.prefix) != ROOT / ".venv"
+
+
+def installs_nothing() -> bool:
+    """Not in CI as root, where .ci/run installs the packages that tests need."""
+    return not (os.environ.get("CI") and os.geteuid() == 0)
+
+
+# The reason that a test gives, and where it may.
+ALLOWED = {
+    "make lab needs the .venv of this repository": outside_venv,
+    "the tests run outside .venv, where `make setup` has no say": outside_venv,
+    "there is no compiler here": installs_nothing,
+    "this user may not mount a disk to fill up": lambda: not may_mount(),
+}
+
+
+def as_failure(report):
+    """Turn the report of a skip that is not allowed into a failure; others stay."""
+    if report.skipped and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[2].removeprefix("Skipped: ")
+        if not ALLOWED.get(reason, lambda: False)():
+            report.outcome = "failed"
+            report.longrepr = (
+                f"Skipped: {reason}\nThis skip is not allowed here: mend what the test "
+                "lacks, or list its reason in tests/skips.py, with where it is allowed."
+            )
+    return report
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport():
+    return as_failure((yield))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_make_collect_report():
+    return as_failure((yield))

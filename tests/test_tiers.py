@@ -1,0 +1,248 @@
+"""What runs when, and what a test that hangs or is skipped does: in runs of a tiny project.
+
+These runs of pytest have the options and plugins of this project.
+"""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import nbformat
+import psutil
+import pytest
+
+from tests import notebooks, skips, tiers
+from utils.launch import run_ranks
+
+STARTED = "import os; open(os.environ['STARTED'], 'a').write(os.getcwd() + '\\n')"
+
+
+class Project:
+    """A folder with modules of tests and notebooks, and its own cache of what failed."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.started = folder / "started"  # a line for each kernel
+        startup = folder / "ipython" / "profile_default" / "startup"
+        startup.mkdir(parents=True)
+        (startup / "note.py").write_text(STARTED)
+
+    def notebook(self, name: str, *sources: str) -> None:
+        cells = [nbformat.v4.new_code_cell(source) for source in sources]
+        for count, cell in enumerate(cells, 1):
+            cell.execution_count = count
+        (self.folder / name).parent.mkdir(exist_ok=True)
+        nbformat.write(nbformat.v4.new_notebook(cells=cells), self.folder / name)
+
+    def run(self, *arguments: str, **environment: str) -> dict[str, str]:
+        """Run pytest; the outcome of each test, and all that was printed as "output"."""
+        self.started.write_text("")
+        command = [sys.executable, "-m", "pytest", "-rA", "--nbval", "-p", "conftest"]
+        command += ["-c", notebooks.ROOT / "pyproject.toml", "--rootdir", self.folder]
+        command += ["-o", f"cache_dir={self.folder / 'cache'}", *arguments]
+        paths = {
+            "PYTHONPATH": str(notebooks.ROOT),
+            "IPYTHONDIR": str(self.folder / "ipython"),
+            "STARTED": str(self.started),
+        }
+        done = subprocess.run(
+            command,
+            cwd=self.folder,
+            env=os.environ | paths | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=120,
+        )
+        line = r"^(PASSED|FAILED|ERROR|SKIPPED) (?:\S+/)?(\S+::.+?)(?: - .*)?$"
+        found = {name: state for state, name in re.findall(line, done.stdout, re.M)}
+        return found | {"output": done.stdout}
+
+
+@pytest.fixture
+def project(tmp_path):
+    return Project(tmp_path)
+
+
+def two_lessons(project: Project) -> None:
+    project.notebook("02-part/01_first.ipynb", "a = 1", "b = a")
+    divide = "b = a / int(open('../switch').read())"
+    project.notebook("02-part/02_second.ipynb", "a = 1", divide, "c = a", "d = c")
+    (project.folder / "switch").write_text("0")
+    (project.folder / "test_tiny.py").write_text(
+        "import pytest\n"
+        "def test_right(): pass\n"
+        "def test_wrong(): assert int(open('switch').read())\n"
+        "@pytest.mark.slow\n"
+        "def test_slow(): pass\n"
+        "@pytest.mark.part02\n"
+        "def test_of_part_02(): pass\n"
+    )
+
+
+FIRST = {"01_first.ipynb::Cell 0", "01_first.ipynb::Cell 1"}
+SECOND = {f"02_second.ipynb::Cell {number}" for number in range(4)}
+TESTS = {f"test_tiny.py::test_{name}" for name in ("right", "wrong", "of_part_02")}
+
+
+@pytest.mark.slow
+@pytest.mark.runs("pytest --nbval 01-ddp-pytorch-only", "pytest --lf")
+def test_marks_choose_and_a_failed_cell_brings_its_notebook(project):
+    two_lessons(project)
+    found = project.run("-m", "not slow and not weekly", ".")
+    found.pop("output")
+    assert set(found) == FIRST | TESTS
+    assert project.started.read_text().count("\n") == 1  # the kernel of the first one
+
+    found = project.run("-m", "part02 and not weekly", ".")
+    found.pop("output")
+    assert set(found) == FIRST | SECOND | {"test_tiny.py::test_of_part_02"}
+
+    found = project.run("02-part", "test_tiny.py")  # as typed, without a mark
+    found.pop("output")
+    assert set(found) == FIRST | SECOND | TESTS | {"test_tiny.py::test_slow"}
+    failed = {name for name, state in found.items() if state == "FAILED"}
+    assert failed == {"02_second.ipynb::Cell 1", "test_tiny.py::test_wrong"}
+
+    (project.folder / "switch").write_text("1")
+    found = project.run("--lf", "02-part", "test_tiny.py")
+    found.pop("output")
+    assert found == dict.fromkeys(SECOND | {"test_tiny.py::test_wrong"}, "PASSED")
+    assert project.started.read_text().count("\n") == 1
+
+
+@pytest.mark.slow
+def test_what_hangs_is_stopped_and_the_others_go_on(project):
+    project.notebook("02-part/a.ipynb", "import time; time.sleep(1000)")
+    project.notebook("02-part/b.ipynb", "a = 1")
+    (project.folder / "test_tiny.py").write_text(
+        "import pytest, subprocess, time\n"
+        "def test_hangs():\n"
+        "    child = subprocess.Popen(['sleep', '1000'])\n"
+        "    open('pid', 'w').write(str(child.pid))\n"
+        "    time.sleep(1000)\n"
+        "def test_right(): pass\n"
+        "def test_skipped(): pytest.skip('no time')\n"
+    )
+    limits = ["-o", "timeout=6", "--nbval-cell-timeout=3"]
+    found = project.run(*limits, "test_tiny.py", "02-part")
+    output = found.pop("output")
+    assert found == {
+        "a.ipynb::Cell 0": "FAILED",
+        "b.ipynb::Cell 0": "PASSED",
+        "test_tiny.py::test_hangs": "FAILED",
+        "test_tiny.py::test_right": "PASSED",
+        "test_tiny.py::test_skipped": "FAILED",
+    }
+    assert "Timeout (>6.0s) from pytest-timeout" in output
+    assert "KeyboardInterrupt" in output  # as nbval says it
+    assert "Skipped: no time" in output
+    assert "list its reason in tests/skips.py" in output
+    assert not is_alive(int((project.folder / "pid").read_text()))
+
+
+@pytest.mark.slow
+def test_what_hangs_where_no_signal_reaches_ends_the_run(project):
+    (project.folder / "test_tiny.py").write_text(
+        "import signal, time\n"
+        "def test_hangs():\n"
+        "    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})\n"
+        "    time.sleep(1000)\n"
+    )
+    limits = ["-o", "timeout=1", "-o", "faulthandler_timeout=3"]
+    start = time.monotonic()
+    output = project.run(*limits, "test_tiny.py")["output"]
+    assert time.monotonic() - start < 60
+    assert "Timeout (0:00:03)!" in output
+    assert 'test_tiny.py", line 4 in test_hangs' in output
+
+
+def is_alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"
+
+
+def test_first_notebooks_and_solutions_are_quick():
+    """The rule of tests/tiers.py finds what DESIGN means in every part."""
+    parts = {path.parent for path in notebooks.all_notebooks()}
+    assert len(parts) >= 3
+    for part in parts:
+        first, *others, solutions = sorted(part.glob("*.ipynb"))
+        assert solutions.stem == "solutions"
+        assert tiers.is_quick(first) and tiers.is_quick(solutions)
+        assert others and not any(map(tiers.is_quick, others))
+
+
+def warn() -> None:
+    warnings.warn("ours", stacklevel=1)
+
+
+def test_a_warning_of_our_own_code_is_an_error():
+    with pytest.raises(UserWarning, match="ours"):
+        warn()
+    with pytest.warns(UserWarning, match="theirs"):
+        warnings.warn_explicit("theirs", UserWarning, "file", 1, module="ray.data")
+
+
+def test_a_warning_of_a_rank_is_an_error():
+    with pytest.raises(Exception, match="ours"):
+        run_ranks(warn, 1)
+
+
+def skips_in_tests() -> set[str]:
+    """The reasons that tests give: `pytest.skip(reason)`, `skipif(..., reason=reason)`."""
+    found = set()
+    for path in notebooks.ROOT.glob("tests/**/*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                name = ast.unparse(node.func)
+                if name == "pytest.skip" and node.args:
+                    found.add(ast.literal_eval(node.args[0]))
+                elif name in ("pytest.mark.skipif", "pytest.mark.skip"):
+                    found |= {ast.literal_eval(k.value) for k in node.keywords}
+    return found
+
+
+def test_every_skip_that_is_allowed_is_one_of_a_test():
+    assert set(skips.ALLOWED) == skips_in_tests()
+
+
+WAITS = {"run", "call", "check_call", "check_output"}
+
+
+def waits_without_limit(source: str) -> list[str]:
+    """Calls that wait for a process, or a thread, for as long as it takes."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        name, owner = node.func.attr, ast.unparse(node.func.value)
+        limited = "timeout" in {keyword.arg for keyword in node.keywords}
+        if owner == "subprocess":
+            waits = name in WAITS and not limited
+        elif "subprocess" in source:
+            waits = name in ("wait", "communicate") and not limited and not node.args
+        else:
+            waits = False
+        if waits:
+            found.append(ast.unparse(node))
+    return found
+
+
+def test_nothing_waits_for_a_process_without_a_limit():
+    for path in (*notebooks.ROOT.glob("tests/**/*.py"), notebooks.ROOT / "conftest.py"):
+        assert waits_without_limit(path.read_text()) == [], path
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["subprocess.run(['a'])", "job.wait()", "job.communicate()"],
+)
+def test_a_wait_without_a_limit_is_seen(call):
+    assert waits_without_limit(f"import subprocess\n{call}") == [call]
+    limited = call[:-1] + (", timeout=1)" if "run" in call else "timeout=1)")
+    assert waits_without_limit(f"import subprocess\n{limited}") == []

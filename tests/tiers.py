@@ -1,0 +1,40 @@
+"""Which tests run when (a plugin of pytest): the rule for notebooks, and `--lf` of them.
+
+`make test` runs what has no mark, `make test-all` also what is marked `slow`, and
+`make test-weekly` what is marked `weekly`. `make test PART=02` runs what is marked
+`part02`, slow or not. This module only marks: what a command runs stands in the Makefile.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+from nbval.plugin import IPyNbCell
+
+PART = re.compile(r"(?:^|[/\[])(0\d)-[a-z]")  # a numbered folder, in the name of a test
+
+
+def is_quick(notebook: Path) -> bool:
+    """Whether `make test` executes it: the first one of each part, and the solutions."""
+    return notebook.name.startswith("01_") or notebook.stem == "solutions"
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest chooses by marks
+def pytest_collection_modifyitems(items):
+    """Mark the notebooks, and whatever names a numbered folder, as a test of its part."""
+    for item in items:
+        if part := PART.search(item.nodeid):
+            item.add_marker(f"part{part[1]}")
+        if isinstance(item, IPyNbCell) and not is_quick(item.path):
+            item.add_marker("slow")
+
+
+@pytest.hookimpl(trylast=True)  # once pytest has noted the cells that failed
+def pytest_sessionfinish(session):
+    """Let `--lf` run the whole notebook of a cell that failed: it needs those above it."""
+    if session.config.pluginmanager.has_plugin("cacheprovider"):
+        failed = session.config.cache.get("cache/lastfailed", {})
+        cells = [item for item in session.items if isinstance(item, IPyNbCell)]
+        paths = {cell.path for cell in cells if cell.nodeid in failed}
+        failed |= {cell.nodeid: True for cell in cells if cell.path in paths}
+        session.config.cache.set("cache/lastfailed", failed)
