@@ -40,13 +40,13 @@ class Result(NamedTuple):
 
 def python() -> Result:
     """The version of Python, and where it is."""
-    fits = (3, 10) <= sys.version_info[:2] <= (3, 13)
+    fits = (3, 11) <= sys.version_info[:2] <= (3, 13)
     return Result(
         "ok" if fits else "FAIL",
         f"{platform.python_version()} in {sys.prefix}",
         ""
         if fits
-        else "Python 3.10 to 3.13 is needed: `make setup PYTHON=python3.12`.",
+        else "Python 3.11 to 3.13 is needed: `make setup PYTHON=python3.12`.",
     )
 
 
@@ -69,16 +69,9 @@ def packages() -> Result:
 
 
 def requirements() -> list[tuple[str, str, str]]:
-    """The pins that count for this Python: (name, "==" or "<", version)."""
-    pin = (
-        r'^([\w.-]+)(?:\[.*?\])?(==|<)([\w.]+)(?: *; *python_version *(>=|<) *"(.*?)")?'
-    )
-    lines = re.findall(pin, REQUIREMENTS.read_text(), re.MULTILINE)
-    return [
-        (name, relation, version)
-        for name, relation, version, marker, limit in lines
-        if not marker or (sys.version_info[:2] >= _key(limit)) == (marker == ">=")
-    ]
+    """The pins: (name, "==" or "<", version)."""
+    pin = r"^([\w.-]+)(?:\[.*?\])?(==|<)([\w.]+)"
+    return re.findall(pin, REQUIREMENTS.read_text(), re.MULTILINE)
 
 
 def torch_build() -> Result:
