@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tomllib
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,6 +51,11 @@ def test_prints_every_check_on_one_screen_and_exits_with_its_verdict():
     lines = answer.stdout.splitlines()
     assert len(lines) <= 40
     assert max(map(len, lines)) <= 100
+
+
+def test_whoever_reads_the_table_knows_which_workshop_it_is_of():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert doctor.workshop() == ("ok", f"{project['version']} in {ROOT}", "")
 
 
 def test_this_environment_passes_what_does_not_depend_on_the_machine():

@@ -38,6 +38,13 @@ class Result(NamedTuple):
     mend: str = ""
 
 
+def workshop() -> Result:
+    """The version of the workshop, and where it is."""
+    project = REQUIREMENTS.with_name("pyproject.toml").read_text()
+    version = re.search(r'^version = "(.+)"$', project, re.MULTILINE)[1]
+    return Result("ok", f"{version} in {REQUIREMENTS.parent}")
+
+
 def python() -> Result:
     """The version of Python, and where it is."""
     fits = (3, 11) <= sys.version_info[:2] <= (3, 13)
@@ -239,8 +246,8 @@ def network() -> Result:
     return Result("warn", "none", "The lessons run without: their data is shipped.")
 
 
-CHECKS = (python, packages, torch_build, run_mode, cores, memory, disk, gpus, compiler)
-CHECKS += (ray, network)
+CHECKS = (workshop, python, packages, torch_build, run_mode, cores, memory, disk, gpus)
+CHECKS += (compiler, ray, network)
 
 
 def main() -> int:
