@@ -20,8 +20,8 @@ setup: $(READY) ## install the packages into .venv (once; later calls install no
 
 # The last step writes $(READY), so a set-up that was interrupted starts over, and loses nothing:
 # what was downloaded is in the installer's cache.
-$(READY): requirements.txt
-	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 10) <= v <= (3, 13) else f"Python 3.10 to 3.13 is needed, and this is {v[0]}.{v[1]}: name another one, as in `make setup PYTHON=python3.12`.")'
+$(READY): requirements.txt constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v <= (3, 13) else f"Python 3.11 to 3.13 is needed, and this is {v[0]}.{v[1]}: name another one, as in `make setup PYTHON=python3.12`.")'
 	@$(PYTHON) -c 'import shutil, sys; gb = shutil.disk_usage(".").free / 1e9; sys.exit(None if gb > 10 else f"The packages need 10 GB of free disk, and this folder has {gb:.1f}: free some, then run `make setup` again.")'
 	@if [ -e .venv ] && [ ! -d .venv ]; then echo "There is a file called .venv where the environment belongs: move it away, then run 'make setup' again."; exit 1; fi
 	@if [ -d .venv ] && [ ! -e .venv/.ready ]; then echo "An earlier set-up was interrupted: starting it over."; fi

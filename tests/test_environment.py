@@ -21,6 +21,7 @@ from tests.notebooks import ROOT, all_notebooks
 from utils import doctor
 
 LINES = (ROOT / "requirements.txt").read_text().splitlines()
+CONSTRAINTS = ROOT / "constraints.txt"
 
 
 def requirement(line):
@@ -32,7 +33,7 @@ def packages():
     above = []
     for line in LINES:
         text, _, comment = line.partition("#")
-        if text.startswith("-e"):
+        if text.startswith("-"):
             continue
         if text.strip():
             yield requirement(line), comment.strip() or " ".join(above)
@@ -111,12 +112,62 @@ def test_modules_of_utils_depend_downward_only():
     list(graphlib.TopologicalSorter(depends).static_order())  # raises CycleError
 
 
-@pytest.mark.parametrize("python", ["3.10", "3.11", "3.12", "3.13"])
-def test_every_python_gets_one_version_of_each_package(python):
-    here = {"python_version": python, "python_full_version": f"{python}.0"}
-    names = [p.name for p, _ in packages() if not p.marker or p.marker.evaluate(here)]
-    assert len(names) == len(set(names))
-    assert set(names) == {p.name for p, _ in packages()}
+def constrained(**platform):
+    """What constraints.txt pins on this platform, or another: version by name."""
+    lines = (line.partition("#")[0] for line in CONSTRAINTS.read_text().splitlines())
+    pins = [Requirement(line) for line in lines if line.strip()]
+    here = [p for p in pins if not p.marker or p.marker.evaluate(platform)]
+    assert len(here) == len({p.name for p in here})  # one version of each
+    assert all(str(p.specifier).startswith("==") for p in here)
+    return {canonicalize_name(p.name): str(p.specifier)[2:] for p in here}
+
+
+def needed(name, extras=("",), seen=None):
+    """The installed packages that one needs, itself included, with their extras."""
+    seen = {} if seen is None else seen
+    name = canonicalize_name(name)
+    for extra in {*extras, ""} - seen.setdefault(name, set()):
+        seen[name].add(extra)
+        for line in metadata.requires(name) or []:
+            each = Requirement(line)
+            if not each.marker or each.marker.evaluate({"extra": extra}):
+                needed(each.name, each.extras, seen)
+    return seen
+
+
+def test_every_package_is_installed_at_its_constraint():
+    """Also those that only other packages need: next year's set-up is today's."""
+    assert "-c constraints.txt" in LINES
+    installed = {}
+    for package, _ in packages():
+        needed(package.name, package.extras, installed)
+    assert len(installed) > 2 * len([*packages()])
+    pins = constrained()
+    for name in installed:
+        version = metadata.version(name).partition("+")[0]
+        assert pins.get(name) == version, f"{name} is {version}: see CONTRIBUTING.md"
+
+
+@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
+@pytest.mark.parametrize(
+    ("system", "machine"),
+    [("linux", "x86_64"), ("linux", "aarch64"), ("darwin", "arm64")],
+)
+def test_constraints_hold_everywhere(python, system, machine):
+    pins = constrained(
+        python_version=python,
+        python_full_version=f"{python}.9",
+        sys_platform=system,
+        platform_machine=machine,
+    )
+    for package, _ in packages():
+        assert package.specifier.contains(pins[canonicalize_name(package.name)])
+    assert ("nvidia-nccl-cu13" in pins) == (system == "linux")
+
+
+def test_constraints_name_no_host():
+    """Whoever refreshes them may have a mirror, and others may not."""
+    assert not re.search(r"://|^-|@", CONSTRAINTS.read_text(), re.MULTILINE)
 
 
 def test_last_line_is_this_package_importable_from_everywhere(tmp_path):
@@ -128,7 +179,7 @@ def test_last_line_is_this_package_importable_from_everywhere(tmp_path):
 
 
 def test_installed_versions_are_the_pinned_ones():
-    wanted = [p for p, _ in packages() if p.marker is None or p.marker.evaluate()]
+    wanted = [package for package, _ in packages()]
     for package in wanted:
         version = metadata.version(package.name).partition("+")[0]
         assert package.specifier.contains(version), f"{package}, but {version} is here"

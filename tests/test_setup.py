@@ -37,6 +37,7 @@ esac
 """
 TOOLS = ("awk", "bash", "cp", "id", "make", "mkdir", "rm", "sleep", "touch")
 STUBS = ("python -m", "uv ", "PATH=")  # what is compared of the calls
+FILES = ("Makefile", "requirements.txt", "constraints.txt", "pyproject.toml")
 INSTALL = "python -m pip install -r requirements.txt"
 
 
@@ -46,7 +47,7 @@ class Clone:
     def __init__(self, folder):
         self.folder = folder / "my clone"
         self.folder.mkdir()
-        for name in ("Makefile", "requirements.txt", "pyproject.toml"):
+        for name in FILES:
             shutil.copy(ROOT / name, self.folder)
         self.calls = folder / "calls"
         self.programs = folder / "programs"
@@ -107,11 +108,12 @@ def test_first_call_installs_and_the_second_does_nothing(clone):
     assert clone.calls.read_text() == ""
 
 
-def test_changed_requirements_are_installed_into_the_same_environment(clone):
+@pytest.mark.parametrize("pins", ["requirements.txt", "constraints.txt"])
+def test_changed_pins_are_installed_into_the_same_environment(clone, pins):
     clone.make("setup")
     (clone.folder / ".venv" / "kept").touch()
     later = time.time() + 60
-    os.utime(clone.folder / "requirements.txt", (later, later))
+    os.utime(clone.folder / pins, (later, later))
     status, output, calls = clone.make("setup")
     assert status == 0
     assert INSTALL in calls
@@ -162,12 +164,12 @@ def test_a_file_called_venv_is_not_touched(clone):
 
 
 def test_python_that_no_package_supports(clone):
-    for version in ("(3, 9, 1)", "(3, 14, 0)"):
+    for version in ("(3, 10, 13)", "(3, 14, 0)"):
         status, output, calls = clone.make(
             "setup", PRELUDE=f"import sys; sys.version_info = {version}"
         )
         assert status != 0
-        assert "Python 3.10 to 3.13 is needed, and this is 3." in output
+        assert "Python 3.11 to 3.13 is needed, and this is 3." in output
         assert "`make setup PYTHON=python3.12`" in output
         assert calls == []
     clone.program("python3.12", PYTHON)
@@ -300,6 +302,6 @@ def test_clean_removes_what_was_made_and_nothing_else(clone):
     clone.make("setup")
     (clone.folder / "build").mkdir()
     (clone.folder / "notes.txt").write_text("mine")
-    before = {"Makefile", "requirements.txt", "pyproject.toml", "notes.txt"}
+    before = {*FILES, "notes.txt"}
     assert clone.make("clean")[0] == 0
     assert {path.name for path in clone.folder.iterdir()} == before

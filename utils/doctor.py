@@ -38,15 +38,22 @@ class Result(NamedTuple):
     mend: str = ""
 
 
+def workshop() -> Result:
+    """The version of the workshop, and where it is."""
+    project = REQUIREMENTS.with_name("pyproject.toml").read_text()
+    version = re.search(r'^version = "(.+)"$', project, re.MULTILINE)[1]
+    return Result("ok", f"{version} in {REQUIREMENTS.parent}")
+
+
 def python() -> Result:
     """The version of Python, and where it is."""
-    fits = (3, 10) <= sys.version_info[:2] <= (3, 13)
+    fits = (3, 11) <= sys.version_info[:2] <= (3, 13)
     return Result(
         "ok" if fits else "FAIL",
         f"{platform.python_version()} in {sys.prefix}",
         ""
         if fits
-        else "Python 3.10 to 3.13 is needed: `make setup PYTHON=python3.12`.",
+        else "Python 3.11 to 3.13 is needed: `make setup PYTHON=python3.12`.",
     )
 
 
@@ -69,16 +76,9 @@ def packages() -> Result:
 
 
 def requirements() -> list[tuple[str, str, str]]:
-    """The pins that count for this Python: (name, "==" or "<", version)."""
-    pin = (
-        r'^([\w.-]+)(?:\[.*?\])?(==|<)([\w.]+)(?: *; *python_version *(>=|<) *"(.*?)")?'
-    )
-    lines = re.findall(pin, REQUIREMENTS.read_text(), re.MULTILINE)
-    return [
-        (name, relation, version)
-        for name, relation, version, marker, limit in lines
-        if not marker or (sys.version_info[:2] >= _key(limit)) == (marker == ">=")
-    ]
+    """The pins: (name, "==" or "<", version)."""
+    pin = r"^([\w.-]+)(?:\[.*?\])?(==|<)([\w.]+)"
+    return re.findall(pin, REQUIREMENTS.read_text(), re.MULTILINE)
 
 
 def torch_build() -> Result:
@@ -246,8 +246,8 @@ def network() -> Result:
     return Result("warn", "none", "The lessons run without: their data is shipped.")
 
 
-CHECKS = (python, packages, torch_build, run_mode, cores, memory, disk, gpus, compiler)
-CHECKS += (ray, network)
+CHECKS = (workshop, python, packages, torch_build, run_mode, cores, memory, disk, gpus)
+CHECKS += (compiler, ray, network)
 
 
 def main() -> int:

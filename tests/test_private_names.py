@@ -1,0 +1,229 @@
+"""Every private or undocumented name of other packages that the workshop uses, in one list.
+
+An upgrade may move any of them without a word. This file says at once which are gone, and
+beside each name stands what notices that it does something else.
+"""
+
+import ast
+import importlib.util
+import pkgutil
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.notebooks import ROOT
+from tests.test_environment import sources
+
+# By package, and by the test or notebook that notices. A name with dots is imported. The
+# others are words in the package's source: attributes, and variables of the environment.
+NAMES = {
+    "torch": {
+        "test_fsdp2_on_simulated_ranks_follows_the_formulas": (
+            "torch._subclasses.fake_tensor.FakeTensorMode",
+            "torch.testing._internal.distributed.fake_pg.FakeStore",
+        ),
+        "test_every_collective_is_counted_once_with_what_a_ring_sends": (
+            "torch.distributed._functional_collectives",
+            "torch.distributed._functional_collectives.all_gather_tensor",
+            "torch.distributed._functional_collectives.all_reduce",
+            "torch.utils._python_dispatch.TorchDispatchMode",
+            "torch.utils._pytree.tree_leaves",
+            "_schema",  # of an operator: what its arguments are called
+        ),
+        # Its content, JSON that torchrun prints last, is described nowhere.
+        "test_under_torchrun_the_summary_ends_with_the_sentence": (
+            "TORCHELASTIC_ERROR_FILE",
+        ),
+        "01-ddp-pytorch-only/02_*.ipynb": ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE",),
+    },
+    "ray": {
+        "test_what_does_not_fit_the_store_is_counted_as_spilled": (
+            "ray._private.internal_api.get_memory_info_reply",
+            "ray._private.internal_api.get_state_from_address",
+        ),
+        "test_sigkill_of_a_node": (
+            "ray.cluster_utils.Cluster",
+            "ray.cloudpickle",
+            "ray.cloudpickle.register_pickle_by_value",
+            "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S",
+        ),
+        "test_nothing_watches_for_a_cloud_that_takes_this_machine_away": (
+            "ray.train.v2._internal.constants",
+            "ray.train.v2._internal.constants.ENABLE_PREEMPTION_WATCHER_ENV_VAR",
+            "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER",
+        ),
+        "test_no_statistics_and_a_short_poll": ("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S",),
+        "02-ddp-pytorch-ray/02_*.ipynb": ("RAY_TRAIN_ENABLE_PRINT_PATCH",),
+        "02-ddp-pytorch-ray/03_*.ipynb": ("RAY_DATA_USE_DATASOURCE_V2",),
+        "test_ray_imported_too_early_is_said": ("RAY_ENABLE_UV_RUN_RUNTIME_ENV",),
+    },
+    "deepspeed": {
+        "test_zero_trains_without_a_compiler": (
+            "deepspeed.ops",
+            "deepspeed.ops.__compatible_ops__",
+        ),
+        # Where an engine's optimizer keeps its state, and a parameter its partition.
+        "test_zero_holds_and_sends_what_the_formulas_say": (
+            "averaged_gradients",
+            "all_grad_tensors",
+            "single_partition_of_fp32_groups",
+            "fp32_partitioned_groups_flat",
+            "ds_tensor",
+        ),
+        "test_the_scripts_train_the_same_model": ("zero_optimization_stage",),
+        "03-fsdp-deepspeed/03_*.ipynb": (
+            "deepspeed.runtime.zero.stage_1_and_2.estimate_zero2_model_states_mem_needs",
+            "deepspeed.runtime.zero.stage3.estimate_zero3_model_states_mem_needs",
+        ),
+    },
+    "nbval": {  # it has no documented Python interface
+        "test_output_of_child_processes_is_compared": (
+            "nbval.plugin.IPyNbFile",
+            "nbval.plugin.IPyNbFile.setup",
+        ),
+        "test_what_a_notebook_leaves_behind_is_ended": (
+            "nbval.plugin.IPyNbFile.teardown",
+        ),
+    },
+}
+# Modules without an underscore that no page of the documentation describes.
+UNDOCUMENTED = {
+    "nbval",
+    "ray.cloudpickle",
+    "ray.cluster_utils",
+    "deepspeed.ops",
+    "deepspeed.runtime",
+}
+DOCUMENTED_VARIABLES = {
+    "DS_ACCELERATOR",
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_SOCKET_IFNAME",
+    "RAY_ADDRESS",
+    "RAY_API_SERVER_ADDRESS",
+    "RAY_DATA_DISABLE_PROGRESS_BARS",
+    "RAY_DEDUP_LOGS_SKIP_REGEX",
+    "RAY_TMPDIR",
+    "RAY_USAGE_STATS_ENABLED",
+    "TORCHELASTIC_RESTART_COUNT",
+}
+VARIABLE = re.compile(r"(RAY|TORCH|TORCHELASTIC|NCCL|GLOO|DS)_[A-Z0-9_]+")
+PUBLIC = {"_asdict", "_replace", "_exit"}  # of named tuples, and of `os`
+LISTED = [
+    (package, name, notices)
+    for package, tests in NAMES.items()
+    for notices, names in tests.items()
+    for name in names
+]
+
+
+def is_private(name: str) -> bool:
+    """Whether a name, whole as `package.module.name`, may move without a word."""
+    parts = [
+        part for part in name.split(".") if part not in ("__version__", "__file__")
+    ]
+    bare = len(parts) == 1 and name.endswith("__")  # as Python's own are
+    return (
+        (any(part.startswith("_") for part in parts) and not bare)
+        or any(f"{name}.".startswith(f"{module}.") for module in UNDOCUMENTED)
+        or bool(VARIABLE.fullmatch(name))
+    )
+
+
+def dotted(node: ast.expr) -> str | None:
+    """`a.b.c` of an expression that is nothing but this."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (start := dotted(node.value)):
+        return f"{start}.{node.attr}"
+    return None
+
+
+def defined(source: str) -> set[str]:
+    """What a piece of Python defines: functions, classes, attributes."""
+    nodes = list(ast.walk(ast.parse(source)))
+    stored = (n for n in nodes if isinstance(getattr(n, "ctx", None), ast.Store))
+    names = {n.attr for n in stored if isinstance(n, ast.Attribute)}
+    return names | {n.name for n in nodes if isinstance(n, ast.FunctionDef)}
+
+
+def uses(source: str, own: set[str]) -> set[str]:
+    """Private names, attributes, arguments and variables in Python that are not our own."""
+    nodes = list(ast.walk(ast.parse(source)))
+    full, found = {}, set()  # full: what a name of this source stands for
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            for each in node.names:
+                found.add(each.name)
+                start = each.name.partition(".")[0]
+                full[each.asname or start] = each.name if each.asname else start
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            full |= {e.asname or e.name: f"{node.module}.{e.name}" for e in node.names}
+    found |= set(full.values())
+    for node in nodes:
+        if isinstance(node, ast.Attribute):
+            first, _, rest = (dotted(node) or "").partition(".")
+            found.add(f"{full[first]}.{rest}" if first in full else node.attr)
+        elif isinstance(node, ast.keyword):
+            found.add(node.arg or "")
+        elif isinstance(node, ast.Constant) and VARIABLE.fullmatch(str(node.value)):
+            found.add(node.value)
+    found -= own | PUBLIC | DOCUMENTED_VARIABLES
+    return {n for n in found if is_private(n) and n.partition(".")[0] in (n, *NAMES)}
+
+
+@cache
+def all_sources() -> tuple[str, ...]:
+    return tuple(text for path, text in sources() if path != Path(__file__))
+
+
+@cache
+def text_of(package: str) -> str:
+    """All Python source of an installed package."""
+    folder = Path(importlib.util.find_spec(package).origin).parent
+    return "\n".join(path.read_text(errors="ignore") for path in folder.rglob("*.py"))
+
+
+def test_every_private_name_is_listed():
+    own = set().union(*map(defined, all_sources()))
+    found = set().union(*(uses(source, own) for source in all_sources()))
+    assert len(found) > 15
+    assert found <= {name for _, name, _ in LISTED}, "List it in NAMES, with its test."
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("from torch.x import _y as z\nz.b()", {"torch.x._y", "torch.x._y.b"}),
+        ("import torch.utils._pytree", {"torch.utils._pytree"}),
+        ("import ray as r\nr._private.z", {"ray._private", "ray._private.z"}),
+        ("from nbval.plugin import A", {"nbval.plugin.A"}),
+        ("engine._config", {"_config"}),
+        ("ray.init(_system_config={})", {"_system_config"}),
+        ("os.environ['RAY_SURPRISE'] = '1'", {"RAY_SURPRISE"}),
+        ("import ray, os\nray.__version__, os._exit, x._asdict()", set()),
+        ("self._mine = 1\nself._mine + os.environ['RAY_ADDRESS']", set()),
+        ("from matplotlib import _cm\nimport torch\ntorch.nn.functional.relu", set()),
+    ],
+)
+def test_a_private_name_is_seen(source, expected):
+    assert uses(source, defined(source)) == expected
+
+
+@pytest.mark.parametrize(
+    ("package", "name", "notices"), LISTED, ids=[name for _, name, _ in LISTED]
+)
+def test_a_listed_name_is_there_and_in_use(package, name, notices):
+    if "." in name:
+        assert pkgutil.resolve_name(name) is not None
+    else:
+        assert re.search(rf"\b{name}\b", text_of(package)), f"{package} has it no more"
+    word = re.compile(rf"\b{name.rpartition('.')[2]}\b")
+    assert any(map(word.search, all_sources())), (
+        "Nothing uses it: take it off the list."
+    )
+    tests = "".join(path.read_text() for path in ROOT.glob("tests/test_*.py"))
+    assert f"def {notices}(" in tests or [*ROOT.glob(notices)], (
+        f"There is no {notices}."
+    )

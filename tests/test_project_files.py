@@ -1,0 +1,157 @@
+"""Files that others read: the workflow, the devcontainer, the issue form, the changelog."""
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from tests.notebooks import ROOT
+
+WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
+FORM = ROOT / ".github" / "ISSUE_TEMPLATE" / "problem.yml"
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
+TOOLS = ("check-jsonschema==0.39.0", "uv==0.13.9")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def workflow():
+    return yaml.safe_load(WORKFLOW.read_text())
+
+
+def weekly():
+    """What runs every Monday: a dictionary per run."""
+    return workflow()["jobs"]["weekly"]["strategy"]["matrix"]["include"]
+
+
+def targets():
+    """What `make` can be asked for."""
+    makefile = (ROOT / "Makefile").read_text()
+    return re.search(r"^\.PHONY: (.+)$", makefile, re.MULTILINE)[1].split()
+
+
+def test_every_change_is_gated_by_the_command_that_anybody_can_run():
+    gate = workflow()["jobs"]["gate"]
+    assert gate["steps"][-1]["run"].split()[-1] == ".ci/run"
+    assert "continue-on-error" not in gate
+    events = workflow()[True]  # YAML takes the word `on` for it
+    assert {"push", "pull_request", "schedule"} <= events.keys()
+
+
+def test_jobs_may_only_read_and_end_by_themselves():
+    assert workflow()["permissions"] == {"contents": "read"}
+    for job in workflow()["jobs"].values():
+        assert 0 < job["timeout-minutes"] <= 180
+        for step in job["steps"]:
+            if "uses" in step:  # a tag may be moved, a commit may not
+                assert re.search(r"@[0-9a-f]{40}$", step["uses"])
+            if "actions/checkout" in step.get("uses", ""):
+                assert step["with"]["persist-credentials"] is False
+
+
+def test_every_week_the_long_tests_run_and_every_python():
+    commands = [run["command"] for run in weekly()]
+    assert "make test-weekly" in commands
+    pythons = {run["python"] for run in weekly()}
+    assert pythons == {"3.11", "3.12", "3.13"}
+    for version in ("3.10", "3.14", *pythons):
+        fits = SpecifierSet(PROJECT["requires-python"]).contains(version)
+        assert fits == (version in pythons)
+    for target in re.findall(r"\bmake ([\w-]+)", " ".join(commands)):
+        assert target in targets(), f"make {target}"
+
+
+def test_the_newest_versions_are_tried_without_pins(tmp_path):
+    (newest,) = [run for run in weekly() if run.get("may-fail")]
+    without_pins = newest["command"].splitlines()[0]
+    requirements = (ROOT / "requirements.txt").read_text()
+    (tmp_path / "requirements.txt").write_text(requirements)
+    subprocess.run(without_pins, shell=True, cwd=tmp_path, check=True, timeout=10)
+    left = (tmp_path / "requirements.txt").read_text().splitlines()
+    lines = [line.partition("#")[0].strip() for line in left]
+    packages = [Requirement(line) for line in lines if line and line != "-e ."]
+    assert len(packages) == requirements.count("==") + 1
+    assert [p.name for p in packages if p.specifier] == ["jsonschema"]
+
+
+def test_the_devcontainer_has_what_ray_needs():
+    container = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text())
+    shared = [arg for arg in container["runArgs"] if arg.startswith("--shm-size=")]
+    assert int(re.fullmatch(r"--shm-size=(\d+)g", shared[0])[1]) >= 4
+    command, target = container["postCreateCommand"].split()
+    assert command == "make"
+    assert target in targets()
+    # Published for x86 and arm64: github.com/devcontainers/images, src/python.
+    image = r"mcr\.microsoft\.com/devcontainers/python:3-(3\.\d+)-bookworm"
+    python = re.fullmatch(image, container["image"])[1]
+    assert python == workflow()["jobs"]["gate"]["steps"][1]["with"]["python-version"]
+
+
+def test_whoever_reports_a_problem_is_asked_for_the_doctor():
+    fields = yaml.safe_load(FORM.read_text())["body"]
+    (doctor,) = [field for field in fields if field["id"] == "doctor"]
+    assert "`make doctor`" in doctor["attributes"]["label"]
+    assert doctor["validations"]["required"] is True
+    assert "doctor" in targets()
+
+
+def test_the_version_heads_the_changelog():
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    released = re.findall(r"^## \[(\d+\.\d+\.\d+)\] - (\S+)$", changelog, re.MULTILINE)
+    assert released[0][0] == PROJECT["version"]
+    days = [day for _, day in released]
+    assert days == sorted(days, reverse=True)
+    assert all(re.fullmatch(r"20\d\d-\d\d-\d\d", day) for day in days)
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_what_a_page_names_is_there(page):
+    text = (ROOT / page).read_text()
+    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", text)
+    paths = re.findall(r"`((?:utils|tests|\.ci)/[\w./]+)`", text)
+    for path in links + paths:
+        assert (ROOT / path).exists(), path
+    for target in re.findall(r"`make ([\w-]+)", text):
+        assert target in targets(), f"make {target}"
+
+
+@pytest.fixture(scope="module")
+def tools(tmp_path_factory):
+    """The folder of programs that no reader needs, installed from the registry."""
+    folder = tmp_path_factory.mktemp("tools")
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=120)
+    install = [folder / "bin" / "python", "-m", "pip", "install", "--quiet", *TOOLS]
+    subprocess.run(install, check=True, timeout=300)
+    return folder / "bin"
+
+
+@pytest.mark.weekly
+@pytest.mark.parametrize(
+    ("schema", "path"), [("github-workflows", WORKFLOW), ("github-issue-forms", FORM)]
+)
+def test_github_understands_it(tools, schema, path, tmp_path):
+    check = [tools / "check-jsonschema", "--builtin-schema", f"vendor.{schema}"]
+    subprocess.run([*check, path], check=True, timeout=60)
+    wrong = tmp_path / path.name
+    wrong.write_text(
+        re.sub(r"^(jobs|body):", "surprise:", path.read_text(), flags=re.M)
+    )
+    assert subprocess.run([*check, wrong], timeout=60).returncode == 1
+
+
+@pytest.mark.weekly
+def test_constraints_are_what_uv_resolves(tools, tmp_path):
+    """By the command of CONTRIBUTING.md: nothing is missing or left over, for no Python."""
+    (command,) = re.findall(r"^grep .+ uv pip compile .+$", CONTRIBUTING, re.MULTILINE)
+    for name in ("requirements.txt", "constraints.txt", "pyproject.toml"):
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    (tmp_path / "utils" / "datasets").mkdir(parents=True)
+    command = command.replace("| uv ", f"| {tools / 'uv'} ")
+    subprocess.run(command, shell=True, cwd=tmp_path, check=True, timeout=300)
+    resolved = (tmp_path / "constraints.txt").read_text()
+    assert resolved == (ROOT / "constraints.txt").read_text()
