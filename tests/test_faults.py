@@ -245,7 +245,7 @@ def test_sigkill_of_a_node(tmp_path, monkeypatch):
     nodes = [cluster.add_node(num_cpus=1, resources={"trainer": 1}) for _ in range(2)]
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
     # right after a loss Ray may wait for a place on the lost node, for 60 s if not told
-    monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "3")
+    monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "1")
     try:
         start_ray(1, resources_per_worker=resources, runtime_env={})
 
