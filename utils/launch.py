@@ -8,6 +8,7 @@ the process group itself.
 import contextlib
 import multiprocessing as mp
 import os
+import signal
 import time
 import traceback
 from collections.abc import Callable
@@ -29,7 +30,8 @@ def run_ranks(
 ) -> list[Any]:
     """Call `function(*args)` in `num_workers` processes; return their results by rank.
 
-    A process that fails or dies ends the others at once.
+    A process that fails or dies ends the others at once, and so does an interrupt (Ctrl-C,
+    or a notebook's stop).
 
     Raises:
         ValueError: `num_workers` is less than 1.
@@ -42,23 +44,23 @@ def run_ranks(
     env = dict(os.environ, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     env |= {"WORLD_SIZE": str(num_workers), "LOCAL_WORLD_SIZE": str(num_workers)}
     ranks, pipes = [], []
-    for rank in range(num_workers):
-        receiver, sender = _context.Pipe(duplex=False)
-        process = _context.Process(
-            target=_run_rank,
-            args=(payload, env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, sender),
-            daemon=True,
-        )
-        process.start()
-        sender.close()  # so that the receiver sees the end of a rank that dies
-        ranks.append(process)
-        pipes.append(receiver)
     try:
+        for rank in range(num_workers):
+            receiver, sender = _context.Pipe(duplex=False)
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            process = _context.Process(
+                target=_run_rank, args=(payload, env | own, sender), daemon=True
+            )
+            ranks.append(process)
+            process.start()
+            sender.close()  # so that the receiver sees the end of a rank that dies
+            pipes.append(receiver)
         return _collect(ranks, pipes, time.monotonic() + timeout)
     finally:
         for process in ranks:
-            process.kill()
-            process.join()
+            if process.pid:  # none if stop was pressed while it started
+                process.kill()
+                process.join()
 
 
 def _collect(ranks: list, pipes: list, deadline: float) -> list[Any]:
@@ -101,6 +103,9 @@ def _first_with(summary: str, rank: int, waiting: list, pipes: list) -> int:
 
 
 def _run_rank(payload: bytes, env: dict[str, str], sender) -> None:
+    # A notebook's stop reaches every process. The caller ends the ranks; were they to end
+    # by themselves, each would print a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.clear()
     os.environ.update(env)
     try:
