@@ -11,12 +11,23 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests import notebooks, seconds
+from tests import notebooks, seconds, sharding
 from tests.benchmarks import __main__ as benchmark
-from tests.benchmarks import executing, report, steps, streaming
+from tests.benchmarks import (
+    allocator,
+    commands,
+    exact,
+    executing,
+    loop,
+    report,
+    start,
+    steps,
+    streaming,
+)
 from tests.benchmarks.__main__ import FOLDER, main
 from tests.benchmarks.ratios import MET, MISSED, NOT_DECIDED, Ratio, interleave, ratio
 from tests.benchmarks.rows import Row
+from utils import comms, memory
 from utils.models import GPT, SMOKE
 
 
@@ -230,7 +241,7 @@ def test_every_part_names_its_own_machine_and_minutes():
 def test_the_table_says_what_the_json_file_says():
     results = report.read(FOLDER)
     assert (FOLDER / "RESULTS.md").read_text() == report.markdown(results)
-    assert {row["number"] for row in report.all_rows(results)} == set(range(1, 13))
+    assert {row["number"] for row in report.all_rows(results)} == set(range(1, 15))
 
 
 def test_a_row_has_one_of_three_verdicts():
@@ -240,14 +251,100 @@ def test_a_row_has_one_of_three_verdicts():
 
 @pytest.mark.slow
 @pytest.mark.runs("make bench")
-def test_bytes_are_what_the_formulas_say(tmp_path, monkeypatch):
-    """The rows that are exact, as `make bench` measures and writes them."""
+@pytest.mark.parametrize(
+    ("what", "factor", "verdicts"),
+    [
+        ("sent", 1.005, [MET, MET]),
+        ("sent", 1.02, [MISSED, MET]),
+        ("state", 0.99, [MET, MET]),
+        ("state", 0.97, [MET, MISSED]),
+    ],
+)
+def test_bytes_of_one_strategy_on_one_rank_decide(monkeypatch, what, factor, verdicts):
+    """The rows that are exact; that the bytes are so is in test_sharding.py."""
+    model = sharding.build_model(torch.float32)
+    parameters = sum(p.numel() for p in model.parameters())
+
+    def ranks(measure, num_workers):
+        found = [{}, {}]
+        for name, stage in exact.STRATEGIES.items():
+            kind = memory.DEEPSPEED_FP32 if name.startswith("zero") else memory.FP32
+            state = memory.predict(parameters, num_workers, stage, kind)
+            sent = comms.predict(name, 4 * parameters, num_workers)
+            for rank in found:
+                rank[name] = {"sent": sent, "state": [state.total]}
+        off = found[1]["zero3"]
+        off[what] = (
+            [n * factor for n in off[what]] if what == "state" else sent * factor
+        )
+        return found
+
+    monkeypatch.setattr(exact, "run_ranks", ranks)
+    rows = exact.rows()
+    assert [row.number for row in rows] == [6, 7]
+    assert [row.verdict for row in rows] == verdicts
+    assert rows[what == "state"].value == f"{factor:.4f}"
+
+
+@pytest.mark.weekly
+def test_the_rows_that_are_exact_are_met(tmp_path, monkeypatch):
+    """As `make bench` measures and writes them; each byte is tested in test_sharding.py."""
     monkeypatch.setattr(benchmark, "FOLDER", tmp_path)
     assert main(["exact"]) == 0
     rows = report.all_rows(report.read(tmp_path))
     assert [(row["number"], row["verdict"]) for row in rows] == [(6, MET), (7, MET)]
     assert all(len(row["data"]) == 6 for row in rows)  # strategies
     assert "| 6 | bytes sent per step" in (tmp_path / "RESULTS.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "fit", "verdict"),
+    [
+        (400, 7.5, MET),
+        (700, 14.0, NOT_DECIDED),  # a slow machine: 50 fits of 213
+        (440, 7.0, NOT_DECIDED),  # a fast one: 63 fits
+        (500, 8.0, MISSED),
+    ],
+)
+def test_test_commands_are_judged_in_seconds_and_in_fits(
+    monkeypatch, seconds, fit, verdict
+):
+    noted = {"test": {"seconds": seconds, "fit": fit, "tests": 900}}
+    monkeypatch.setattr(commands, "noted_runs", lambda: noted)
+    test, test_all = commands.rows()
+    assert test.verdict == verdict
+    assert float(test.value) == pytest.approx(seconds / fit / (1599 / 7.5), abs=0.005)
+    assert (test_all.value, test_all.verdict) == ("", "")
+    assert "no run of `make test-all` passed" in test_all.note
+
+
+def test_a_report_is_compared_per_megabyte_with_a_plain_save():
+    saves, reports = noisy(2.5, noise=0.02)
+    row = start.per_megabyte(saves, reports, size=100)
+    assert float(row.value) == pytest.approx(2.5, rel=0.03)
+    assert row.verdict == MET
+    assert f"{np.median(saves) * 10:.2f}, of 100 MB" in row.note
+
+
+def test_what_the_allocator_is_worth_is_per_step_and_rank():
+    """Neither variant's seconds and page faults are taken for the other's."""
+
+    class Group:
+        def __init__(self, seconds: float, faults: int):
+            self.seconds, self.faults, self.steps = seconds, faults, 0
+
+        def ask(self, order: str):
+            if order == "usage":
+                return self.faults * self.steps, 0.01 * self.steps
+            self.steps += loop.STEPS
+            return self.seconds * loop.STEPS, []
+
+    found, said = allocator.compare(Group(0.2, 9000), Group(0.15, 0))
+    assert found.value == pytest.approx(0.75)
+    assert said == (
+        "150 ms per step with 0 page faults and 10 ms in the kernel, against "
+        "200 ms per step with 9,000 page faults and 10 ms in the kernel"
+    )
 
 
 def test_an_unknown_part_is_named(capsys):

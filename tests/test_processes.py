@@ -1,12 +1,25 @@
 """utils.processes: what holds in every process that imports utils."""
 
+import inspect
+import os
+import platform
+import resource
 import socket
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
+from utils.cluster import start_ray
+
+import cloudpickle
 import pytest
+import ray
+from ray.train import RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
 
 from utils import processes
+from utils.launch import run_ranks
 
 
 @pytest.mark.parametrize("first", ["torch", "utils.settings"])
@@ -28,3 +41,100 @@ def test_a_free_port_is_the_next_one_that_nobody_listens_on():
         first = taken.getsockname()[1]
         assert first < processes.free_port(first) < first + 1000
     assert processes.free_port() > 0
+
+
+# Of thousands, where glibc gives a freed block of 40 MiB back: it does so by itself.
+MANY = 1000
+
+
+def faults() -> int:
+    """Page faults of this thread for a large block, after one of that size was freed."""
+    for _ in range(2):
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        block = b"x" * (40 << 20)
+        del block
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+
+
+@pytest.fixture
+def by_value():
+    """Functions from here are sent as those of a notebook: without importing this."""
+    module = sys.modules[__name__]
+    for library in (cloudpickle, ray.cloudpickle):
+        library.register_pickle_by_value(module)
+    yield
+    for library in (cloudpickle, ray.cloudpickle):
+        library.unregister_pickle_by_value(module)
+
+
+@pytest.fixture
+def script(tmp_path) -> Path:
+    """A script that imports utils as those of the workshop do, and prints its faults."""
+    path = tmp_path / "train.py"
+    lines = ["import resource", "from utils import settings", inspect.getsource(faults)]
+    path.write_text("\n".join([*lines, "print(faults())"]))
+    return path
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
+def test_ranks_keep_the_memory_that_they_freed(by_value, script):
+    """Of torchrun and of run_ranks; and what is set by glibc's own variables counts."""
+    assert max(run_ranks(faults, 2)) < MANY
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    ranks = subprocess.check_output(
+        [*torchrun, "--nproc_per_node=2", script], text=True
+    )
+    assert max(map(int, ranks.split())) < MANY
+    theirs = os.environ | {"MALLOC_ARENA_TEST_": "8"}  # its default
+    alone = [sys.executable, script]
+    assert int(subprocess.check_output(alone, env=theirs)) > MANY
+
+
+@pytest.mark.parametrize("limit", [2**31, 32 << 20])
+def test_the_allocator_of_an_older_glibc_gets_what_it_takes(monkeypatch, limit):
+    """Before 2.35 more than 32 MiB is refused, and then the rest would do harm alone."""
+    settings = {}
+
+    def mallopt(parameter: int, value: int) -> int:
+        if parameter == processes.M_MMAP_THRESHOLD and value > limit:
+            return 0
+        settings[parameter] = value
+        return 1
+
+    library = SimpleNamespace(mallopt=mallopt)
+    monkeypatch.setattr(processes.ctypes, "CDLL", lambda name: library)
+    monkeypatch.setattr(sys, "platform", "linux")
+    processes.keep_freed_memory()
+    assert settings == {
+        processes.M_TRIM_THRESHOLD: 1 << 30,
+        processes.M_MMAP_THRESHOLD: min(limit, 1 << 30),
+    }
+
+
+@pytest.mark.parametrize("platform", ["linux", "darwin"])
+def test_other_c_libraries_have_no_such_setting(monkeypatch, platform):
+    monkeypatch.setattr(processes.ctypes, "CDLL", lambda name: SimpleNamespace())
+    monkeypatch.setattr(sys, "platform", platform)
+    processes.keep_freed_memory()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
+def test_ray_workers_keep_the_memory_that_they_freed(by_value, tmp_path):
+    def train():
+        without = faults()
+        from utils import settings  # noqa: F401
+
+        return without, faults()
+
+    start_ray(num_workers=1)
+    trainer = TorchTrainer(
+        train,
+        scaling_config=ScalingConfig(num_workers=1),
+        run_config=RunConfig(storage_path=tmp_path),
+    )
+    try:
+        without, kept = trainer.fit().return_value
+    finally:
+        ray.shutdown()
+    assert kept < MANY < without

@@ -5,12 +5,32 @@ longer than that. So each group starts once, and waits, asleep, for its turn.
 """
 
 import json
+import os
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 
 import torch.distributed as dist
 
+from tests import scripts
+
+# glibc's default; but where one of its variables is set, utils.processes changes nothing
+AS_IT_COMES = {"MALLOC_ARENA_TEST_": "8"}
 TIMEOUT = 300  # seconds: a partner that died shall not be waited for
+
+
+def torchrun(*arguments, num_workers: int = 2, **environment) -> subprocess.Popen:
+    """Start loop.py under torchrun, with further variables in its environment."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc_per_node={num_workers}", "-m", f"{__package__}.loop"]
+    return subprocess.Popen(
+        [*command, *map(str, arguments)],
+        cwd=scripts.ROOT,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
 
 
 class Partner:

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from tests import scripts
 from tests.benchmarks import partners
+from tests.benchmarks.partners import AS_IT_COMES
 from tests.benchmarks.ratios import MISSED, interleave, ratio
 from tests.benchmarks.rows import Row
 from utils.datasets import write_shards
@@ -106,8 +107,11 @@ def _throughput(files_by_rows: dict[int, list[str]]) -> list[Row]:
         cores = os.sched_getaffinity(0)
         os.sched_setaffinity(0, sorted(cores)[:CPUS])  # for all that starts here
     command = [sys.executable, "-m", __name__]
+    as_rays_tasks = os.environ | AS_IT_COMES  # they do not import utils
     loader = partners.Partner(
-        lambda port: subprocess.Popen([*command, str(port)], cwd=scripts.ROOT)
+        lambda port: subprocess.Popen(
+            [*command, str(port)], cwd=scripts.ROOT, env=as_rays_tasks
+        )
     )
     start_ray(CPUS, object_store_memory=1000 * MIB)
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
