@@ -164,6 +164,14 @@ def test_what_hangs_where_no_signal_reaches_ends_the_run(project):
     assert 'test_tiny.py", line 4 in test_hangs' in output
 
 
+def test_a_cell_is_stopped_before_its_test_and_a_test_before_the_run(pytestconfig):
+    cell = pytestconfig.getoption("nbval_cell_timeout")
+    test = float(pytestconfig.getini("timeout"))
+    run = float(pytestconfig.getini("faulthandler_timeout"))
+    assert 0 < cell < test < run < 600
+    assert pytestconfig.getini("faulthandler_exit_on_timeout")
+
+
 def is_alive(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"
 
