@@ -35,7 +35,9 @@ def rows() -> list[Row]:
     missing = len(lessons) - len(found)
     if missing:
         what = "notebooks that were not executed under nbval since they changed"
-        note = "`make test-all` runs all, and `python -m tests.benchmarks executing` reads"
+        note = (
+            "`make test-all` runs all, and `python -m tests.benchmarks executing` reads"
+        )
         found.append(Row(10, what, "", str(missing), note=note))
     return found
 
