@@ -8,7 +8,6 @@ RUN := PATH="$(CURDIR)/.venv/bin:$$PATH" $(PY)
 # One thread per process, as recorded: ranks on one machine share its cores. Notebooks import torch
 # before anything of this repository can say so.
 export OMP_NUM_THREADS ?= 1
-PARTS := $(wildcard 01-*) $(wildcard 02-*) $(wildcard 03-*)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lab test test-all test-weekly tour record bench lint doctor clean
@@ -51,17 +50,17 @@ lab: $(READY) ## open the first notebook in JupyterLab
 # Marks say what is slow, or of a part; tests/tiers.py marks the notebooks.
 test: $(READY) ## run the quick tests and first notebooks (PART=02: all of a part)
 ifdef PART
-	@$(if $(wildcard $(PART)-*),,echo "There is no part $(PART): name a numbered folder, as in 'make test PART=02'."; exit 1;) $(RUN) -m pytest --nbval -m "part$(PART) and not weekly" tests $(wildcard $(PART)-*)
+	@$(if $(wildcard $(PART)-*),,echo "There is no part $(PART): name a numbered folder, as in 'make test PART=02'."; exit 1;) $(RUN) -m pytest --nbval -m "part$(PART) and not weekly"
 else
-	@$(RUN) -m pytest --nbval --note-run=test -m "not slow and not weekly" tests $(PARTS)
+	@$(RUN) -m pytest --nbval -m "not slow and not weekly" --note-run=test
 endif
 
 test-all: $(READY) ## run what gates a change: all notebooks, parity, faults, scripts, bad input
-	@$(RUN) -m pytest --nbval --note-run=test-all -m "not weekly" tests $(PARTS)
+	@$(RUN) -m pytest --nbval -m "not weekly" --note-run=test-all
 
-# Installing takes longer than a test may.
+# A long test may take longer than others may.
 test-weekly: $(READY) ## run what is long and rarely breaks
-	@$(RUN) -m pytest --note-run=test-weekly -m weekly -o timeout=3600 -o faulthandler_timeout=3660 tests
+	@$(RUN) -m pytest -m weekly --note-run=test-weekly -o timeout=3600 -o faulthandler_timeout=3660
 
 tour: $(READY) ## execute all notebooks in order, and print what each one proved
 	@$(RUN) -m tests.notebooks tour

@@ -86,6 +86,9 @@ NAMES = {
         "test_what_a_notebook_leaves_behind_is_ended": (
             "nbval.plugin.IPyNbFile.teardown",
         ),
+        "test_marks_choose_and_a_failed_cell_brings_its_notebook": (
+            "nbval.plugin.IPyNbCell",
+        ),
     },
 }
 # Modules without an underscore that no page of the documentation describes.

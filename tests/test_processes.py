@@ -82,12 +82,12 @@ def test_ranks_keep_the_memory_that_they_freed(by_value, script):
     assert max(run_ranks(faults, 2)) < MANY
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     ranks = subprocess.check_output(
-        [*torchrun, "--nproc_per_node=2", script], text=True
+        [*torchrun, "--nproc_per_node=2", script], text=True, timeout=120
     )
     assert max(map(int, ranks.split())) < MANY
     theirs = os.environ | {"MALLOC_ARENA_TEST_": "8"}  # its default
     alone = [sys.executable, script]
-    assert int(subprocess.check_output(alone, env=theirs)) > MANY
+    assert int(subprocess.check_output(alone, env=theirs, timeout=120)) > MANY
 
 
 @pytest.mark.parametrize("limit", [2**31, 32 << 20])

@@ -42,7 +42,7 @@ class Project:
     def run(self, *arguments: str, **environment: str) -> dict[str, str]:
         """Run pytest; the outcome of each test, and all that was printed as "output"."""
         self.started.write_text("")
-        command = [sys.executable, "-m", "pytest", "-rA", "--nbval", "-p", "conftest"]
+        command = [sys.executable, "-m", "pytest", "-rA", "-p", "conftest"]
         command += ["-c", notebooks.ROOT / "pyproject.toml", "--rootdir", self.folder]
         command += ["-o", f"cache_dir={self.folder / 'cache'}", *arguments]
         paths = {
@@ -94,16 +94,18 @@ TESTS = {f"test_tiny.py::test_{name}" for name in ("right", "wrong", "of_part_02
 @pytest.mark.runs("pytest --nbval 01-ddp-pytorch-only", "pytest --lf")
 def test_marks_choose_and_a_failed_cell_brings_its_notebook(project):
     two_lessons(project)
-    found = project.run("-m", "not slow and not weekly", ".")
+    found = project.run("--nbval", "-m", "not slow and not weekly", ".")
     found.pop("output")
     assert set(found) == FIRST | TESTS
     assert project.started.read_text().count("\n") == 1  # the kernel of the first one
 
-    found = project.run("-m", "part02 and not weekly", ".")
+    found = project.run("--nbval", "-m", "part02 and not weekly", ".")
     found.pop("output")
     assert set(found) == FIRST | SECOND | {"test_tiny.py::test_of_part_02"}
 
-    found = project.run("02-part", "test_tiny.py")  # as typed, without a mark
+    found = project.run(
+        "--nbval", "02-part", "test_tiny.py"
+    )  # as typed, without a mark
     found.pop("output")
     assert set(found) == FIRST | SECOND | TESTS | {"test_tiny.py::test_slow"}
     failed = {name for name, state in found.items() if state == "FAILED"}
@@ -130,7 +132,7 @@ def test_what_hangs_is_stopped_and_the_others_go_on(project):
         "def test_skipped(): pytest.skip('no time')\n"
     )
     limits = ["-o", "timeout=6", "--nbval-cell-timeout=3"]
-    found = project.run(*limits, "test_tiny.py", "02-part")
+    found = project.run("--nbval", *limits, "test_tiny.py", "02-part")
     output = found.pop("output")
     assert found == {
         "a.ipynb::Cell 0": "FAILED",
@@ -160,6 +162,14 @@ def test_what_hangs_where_no_signal_reaches_ends_the_run(project):
     assert time.monotonic() - start < 60
     assert "Timeout (0:00:03)!" in output
     assert 'test_tiny.py", line 4 in test_hangs' in output
+
+
+def test_a_cell_is_stopped_before_its_test_and_a_test_before_the_run(pytestconfig):
+    cell = pytestconfig.getoption("nbval_cell_timeout")
+    test = float(pytestconfig.getini("timeout"))
+    run = float(pytestconfig.getini("faulthandler_timeout"))
+    assert 0 < cell < test < run < 600
+    assert pytestconfig.getini("faulthandler_exit_on_timeout")
 
 
 def is_alive(pid: int) -> bool:

@@ -19,6 +19,12 @@ def is_quick(notebook: Path) -> bool:
     return notebook.name.startswith("01_") or notebook.stem == "solutions"
 
 
+def pytest_configure(config):
+    """Let `pytest --lf` find the cells that failed, too."""
+    if config.getoption("lf", False):
+        config.option.nbval = True
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by marks
 def pytest_collection_modifyitems(items):
     """Mark the notebooks, and whatever names a numbered folder, as a test of its part."""

@@ -36,7 +36,7 @@ def rows() -> list[Row]:
     if missing:
         what = "notebooks that were not executed under nbval since they changed"
         note = (
-            "`make test` executes all, and `python -m tests.benchmarks executing` reads"
+            "`make test-all` runs all, and `python -m tests.benchmarks executing` reads"
         )
         found.append(Row(10, what, "", str(missing), note=note))
     return found
