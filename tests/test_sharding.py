@@ -10,8 +10,11 @@ import pytest
 import torch
 
 from tests import sharding
+from tests.compare import relative, worst
+from tests.simulate import fsdp2_step
 from utils import comms, memory
 from utils.launch import run_ranks
+from utils.models import GPT, GPTConfig
 
 pytestmark = pytest.mark.part03
 
@@ -62,19 +65,6 @@ def fsdp2() -> dict:
 @cache
 def zero() -> dict:
     return on_two_ranks(zero_all)
-
-
-def worst(ours, theirs) -> float:
-    if isinstance(ours[0], float):
-        return max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
-    pairs = zip(ours, theirs, strict=True)
-    return max((a - b).abs().max().item() for a, b in pairs)
-
-
-def relative(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
-    """The length of the difference of two lists of tensors, over that of the second."""
-    ours, theirs = (torch.cat([t.flatten() for t in ts]) for ts in (ours, theirs))
-    return ((ours - theirs).norm() / theirs.norm()).item()
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -141,3 +131,16 @@ def test_zero2_holds_a_cut_gradient_whole_between_passes():
     sizes = [4 * p.numel() for p in sharding.build_model(torch.float32).parameters()]
     assert min(over) > 0
     assert sum(over) in sizes
+
+
+@pytest.mark.parametrize("world_size", [8, 64])
+@pytest.mark.parametrize("keep", [False, True])
+def test_fsdp2_on_simulated_ranks_follows_the_formulas(world_size, keep):
+    config = GPTConfig(layers=2)
+    parameters = sum(p.numel() for p in GPT(config).parameters())
+    state, counted = fsdp2_step(config, world_size, keep)
+    for measured, predicted in zip(state, memory.predict(parameters, world_size, 3)):
+        assert measured == pytest.approx(predicted, rel=0.02)
+    strategy = "fsdp2-keep" if keep else "fsdp2"
+    predicted = comms.predict(strategy, 4 * parameters, world_size)
+    assert counted.sent(world_size) == pytest.approx(predicted, rel=0.01)
