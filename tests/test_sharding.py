@@ -11,12 +11,10 @@ import torch
 
 from tests import sharding
 from tests.compare import relative, worst
-from tests.simulate import fsdp2_step
 from utils import comms, memory
 from utils.launch import run_ranks
-from utils.models import GPT, GPTConfig
 
-pytestmark = pytest.mark.part03
+pytestmark = [pytest.mark.part03, pytest.mark.slow]
 
 KEEP = {"fsdp2": False, "fsdp2-keep": True}
 PARAMETERS = sum(p.numel() for p in sharding.build_model(torch.float32).parameters())
@@ -131,16 +129,3 @@ def test_zero2_holds_a_cut_gradient_whole_between_passes():
     sizes = [4 * p.numel() for p in sharding.build_model(torch.float32).parameters()]
     assert min(over) > 0
     assert sum(over) in sizes
-
-
-@pytest.mark.parametrize("world_size", [8, 64])
-@pytest.mark.parametrize("keep", [False, True])
-def test_fsdp2_on_simulated_ranks_follows_the_formulas(world_size, keep):
-    config = GPTConfig(layers=2)
-    parameters = sum(p.numel() for p in GPT(config).parameters())
-    state, counted = fsdp2_step(config, world_size, keep)
-    for measured, predicted in zip(state, memory.predict(parameters, world_size, 3)):
-        assert measured == pytest.approx(predicted, rel=0.02)
-    strategy = "fsdp2-keep" if keep else "fsdp2"
-    predicted = comms.predict(strategy, 4 * parameters, world_size)
-    assert counted.sent(world_size) == pytest.approx(predicted, rel=0.01)

@@ -2,6 +2,7 @@
 
 import sys
 
+import pytest
 import torch
 
 from tests import sharding
@@ -13,6 +14,7 @@ def train() -> tuple[list[float], bool]:
     return losses, "torch._inductor.compile_fx" in sys.modules
 
 
+@pytest.mark.slow
 def test_zero_trains_without_a_compiler(monkeypatch):
     """Left alone, DeepSpeed would compile an operator when it starts on a CPU.
 
