@@ -7,6 +7,8 @@ from torch.nn import functional as F
 from utils import memory
 from utils.models import GPT, SMOKE
 
+pytestmark = pytest.mark.part03
+
 
 def test_the_zero_paper():
     """7.5 billion parameters on 64 GPUs, figure 1 of arXiv 1910.02054."""

@@ -1,6 +1,10 @@
 """Which growth of memory counts; how it is sampled is tested in test_streaming.py."""
 
+import pytest
+
 from utils.ray_memory import Sample, growth
+
+pytestmark = pytest.mark.part02
 
 
 def test_a_process_that_starts_is_not_growth_and_one_that_keeps_data_is():

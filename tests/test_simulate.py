@@ -6,6 +6,8 @@ from tests.simulate import fsdp2_step
 from utils import comms, memory
 from utils.models import GPT, GPTConfig
 
+pytestmark = pytest.mark.part03
+
 
 @pytest.mark.parametrize("world_size", [8, 64])
 @pytest.mark.parametrize("keep", [False, True])

@@ -7,6 +7,8 @@ import pytest
 from utils import datasets
 from utils.datasets import shipped
 
+pytestmark = pytest.mark.part03
+
 
 def test_text_is_the_topics_and_targets_are_the_next_bytes():
     raw = lzma.decompress(shipped.TEXT_FILE.read_bytes())

@@ -8,6 +8,8 @@ import torch
 from tests import sharding
 from utils.launch import run_ranks
 
+pytestmark = pytest.mark.part03
+
 
 def train() -> tuple[list[float], bool]:
     losses = sharding.zero(3, torch.float32, 2)["losses"]
