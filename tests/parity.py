@@ -6,6 +6,9 @@ To add a strategy, add an entry to STRATEGIES.
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -16,12 +19,14 @@ from torch.utils.data import DataLoader, Subset
 from torch.utils.data.distributed import DistributedSampler
 
 from tests import scripts
+from tests.compare import relative
 from utils.datasets import digits
 from utils.models import resnet18
 
 GLOBAL_BATCH = 6  # 1, 2 and 3 workers have equal shares of it
 IMAGES = 30  # so that an epoch has 5 steps, and set_epoch matters in the second one
 EPOCHS = 2
+STEPS = EPOCHS * IMAGES // GLOBAL_BATCH
 
 
 def average_gradients(model: nn.Module) -> None:
@@ -62,18 +67,30 @@ def prepared_by_ray(model: nn.Module) -> nn.Module:
     return prepare_model(model)
 
 
+def batches_of_digits(calls_set_epoch: bool = True) -> Iterator[list[torch.Tensor]]:
+    """This rank's images and labels, step by step."""
+    data = Subset(digits("train"), range(IMAGES))
+    sampler = DistributedSampler(data, shuffle=True)
+    loader = DataLoader(data, GLOBAL_BATCH // dist.get_world_size(), sampler=sampler)
+    for epoch in range(EPOCHS):
+        if calls_set_epoch:
+            sampler.set_epoch(epoch)
+        yield from loader
+
+
 @dataclass(frozen=True)
 class Strategy:
     """wrap(model) and step(model, optimizer, images, labels) make a strategy.
 
-    launcher is "torchrun" or "ray".
+    launcher is "torchrun" or "ray"; batches() gives a rank its images and labels.
     """
 
     wrap: Callable[[nn.Module], nn.Module]
     step: Callable[..., torch.Tensor]
     launcher: str = "torchrun"
     norm: str = "group"
-    calls_set_epoch: bool = True
+    batches: Callable[[], Iterable] = batches_of_digits
+    steps: int = STEPS
 
 
 STRATEGIES = {
@@ -81,28 +98,19 @@ STRATEGIES = {
     "DDP": Strategy(DDP, step_of_script),
     "Ray Train DDP": Strategy(prepared_by_ray, step_of_script, launcher="ray"),
 }
-# Mistakes that the test has to see.
+# Mistakes that the test has to see; without set_epoch the first epoch is right.
 CONTROLS = {
-    "no averaging": Strategy(lambda model: model, step_without_averaging),
-    "no set_epoch": Strategy(DDP, step_of_script, calls_set_epoch=False),
-    "BatchNorm": Strategy(DDP, step_of_script, norm="batch"),
-    "unequal shares": Strategy(lambda model: model, step_on_unequal_shares),
+    "no averaging": Strategy(lambda model: model, step_without_averaging, steps=2),
+    "no set_epoch": Strategy(
+        DDP, step_of_script, batches=partial(batches_of_digits, calls_set_epoch=False)
+    ),
+    "BatchNorm": Strategy(DDP, step_of_script, norm="batch", steps=2),
+    "unequal shares": Strategy(lambda model: model, step_on_unequal_shares, steps=2),
 }
 
 
-def batches_of_digits(strategy: Strategy) -> Iterator[list[torch.Tensor]]:
-    """This rank's images and labels, step by step."""
-    data = Subset(digits("train"), range(IMAGES))
-    sampler = DistributedSampler(data, shuffle=True)
-    loader = DataLoader(data, GLOBAL_BATCH // dist.get_world_size(), sampler=sampler)
-    for epoch in range(EPOCHS):
-        if strategy.calls_set_epoch:
-            sampler.set_epoch(epoch)
-        yield from loader
-
-
 def train(
-    strategy: Strategy, dtype: torch.dtype, batches: Iterable
+    strategy: Strategy, dtype: torch.dtype, batches: list
 ) -> dict[str, torch.Tensor]:
     """Train on this rank's `batches`, one step for each.
 
@@ -127,25 +135,48 @@ def train(
     }
 
 
-def train_twice(strategy: Strategy, batches: list) -> dict[str, torch.Tensor]:
+def train_twice(strategy: Strategy) -> dict[str, torch.Tensor]:
     """In float64 over all steps, with the gradient of the first one in float32 as
     "gradient32"."""
+    batches = list(islice(strategy.batches(), strategy.steps))
     single = train(strategy, torch.float32, batches[:1])
     return train(strategy, torch.float64, batches) | {"gradient32": single["gradient"]}
 
 
-def train_all(strategies: dict[str, Strategy]) -> dict[str, dict[str, torch.Tensor]]:
-    return {
-        name: train_twice(strategy, list(batches_of_digits(strategy)))
-        for name, strategy in strategies.items()
-    }
+def distances(ours: dict, theirs: dict) -> dict[str, float]:
+    """How far each result is from that of one process, in units of the latter."""
+    assert ours["gradient32"].dtype == torch.float32
+    assert [ours[key].shape for key in theirs] == [
+        each.shape for each in theirs.values()
+    ]
+    return {key: relative(ours[key], theirs[key]) for key in theirs}
 
 
-def in_a_group(train: Callable[..., dict], *args) -> dict[str, dict[str, torch.Tensor]]:
-    """`train(*args)` in a process group; the results of rank 0, elsewhere none."""
+def compare_all(strategies: dict[str, tuple[Strategy, Path]]) -> dict[str, dict]:
+    """Train with each strategy; the distances to the results in the file beside it.
+
+    Only on rank 0, elsewhere none. What is compared stays here: it is hundreds of MB.
+    """
+    found = {}
+    for name, (strategy, file) in strategies.items():
+        ours = train_twice(strategy)
+        if dist.get_rank() == 0:
+            found[name] = distances(ours, torch.load(file, mmap=True))
+    return found
+
+
+def in_a_group(run: Callable[..., dict], *args) -> dict:
+    """`run(*args)` in a process group of all ranks."""
     dist.init_process_group("gloo")
-    results = train(*args)
+    found = run(*args)
     gc.collect()  # DDP's objects, before the group they hold on to
-    is_first = dist.get_rank() == 0
     dist.destroy_process_group()
-    return results if is_first else {}  # hundreds of MB, which nobody reads
+    return found
+
+
+def alone(run: Callable[..., dict], *args) -> dict:
+    """`run(*args)` in this process, which is a group of one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    found = run(*args)
+    dist.destroy_process_group()
+    return found

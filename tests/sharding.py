@@ -6,6 +6,7 @@ To add a strategy to tests/test_parity.py, add an entry to STRATEGIES.
 import json
 import os
 from argparse import Namespace
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import TensorDataset
 
 from tests import scripts
+from tests.compare import vector
 from utils.comms import count_comms
 from utils.datasets import share_of_batch, text
 from utils.memory import state_bytes
@@ -52,10 +54,29 @@ def loss_of(model, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.to(at_least_fp32), targets.flatten())
 
 
-def mean_over_ranks(loss: torch.Tensor) -> float:
-    loss = loss.detach().clone()
-    dist.all_reduce(loss)
-    return loss.item() / dist.get_world_size()
+def steps_of(train_step: Callable, first: int, last: int) -> Iterator[tuple]:
+    """Train with a script's step; of each, the mean loss and the bytes this rank sent."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for step in range(first, last):
+        with count_comms() as comms:
+            loss = train_step(*share(step, rank, world_size)).detach().clone()
+        dist.all_reduce(loss)
+        yield loss.item() / world_size, comms.sent(world_size)
+
+
+def outputs(model, evaluate: Callable) -> dict:
+    """The logits of two texts; the loss that a script's `evaluate` finds."""
+    rank, world_size, device = (
+        dist.get_rank(),
+        dist.get_world_size(),
+        torch.device("cpu"),
+    )
+    return {
+        "logits": model(text(block_size=CONFIG.block_size)[:2][0]).detach(),
+        "test loss": evaluate(
+            model, test_set(), rank, world_size, device, batch_size=2
+        ),
+    }
 
 
 def one_process(dtype: torch.dtype, steps: int = 10) -> dict:
@@ -108,7 +129,6 @@ def fsdp2(
     """Train with the functions of train_fsdp2.py; `options` are those of `shard`."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
-    rank, world_size = dist.get_rank(), dist.get_world_size()
     script = scripts.load(TRAIN_FSDP2)
     model = shard(build_model(dtype), **options)
     if sum_gradients:
@@ -116,29 +136,23 @@ def fsdp2(
         for block in model.blocks:
             block.set_gradient_divide_factor(1.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    first, losses, gradients = 0, [], None
+    first, trained, gradients = 0, [], None
     if load:
         first = script.load_checkpoint(model, optimizer, GLOBAL_BATCH, load)
-    for step in range(first, steps):
-        batch = share(step, rank, world_size)
-        with count_comms() as comms:
-            loss = script.train_step(model, optimizer, *batch, clip=NO_CLIP)
+    train_step = partial(script.train_step, model, optimizer, clip=NO_CLIP)
+    for step in steps_of(train_step, first, steps):
+        trained.append(step)
         gradients = gradients or [p.grad.full_tensor() for p in model.parameters()]
-        losses.append(mean_over_ranks(loss))
     if save:
         script.save_checkpoint(model, optimizer, steps, GLOBAL_BATCH, save)
     weights, moments = sd.get_state_dict(model, optimizer, options=WHOLE)
-    return {
-        "losses": losses,
+    return outputs(model, script.evaluate) | {
+        "losses": [loss for loss, _ in trained],
         "gradients": gradients,
         "parameters": list(weights.values()),
         "moments": [m for s in moments.get("state", {}).values() for m in s.values()],
         "state": state_bytes(model, optimizer),
-        "sent": comms.sent(world_size),
-        "logits": model(text(block_size=CONFIG.block_size)[:2][0]).detach(),
-        "test loss": script.evaluate(
-            model, test_set(), rank, world_size, torch.device("cpu"), batch_size=2
-        ),
+        "sent": trained[-1][1],
         "weights": weights,
     }
 
@@ -151,29 +165,13 @@ def zero_config(stage: int, batch_size: int) -> dict:
     return config | {"gradient_clipping": 0.0}
 
 
-def zero(
-    stage: int,
-    dtype: torch.dtype,
-    steps: int = 10,
-    load: Path | None = None,
-    save: Path | None = None,
-    first: int = 0,
-    passes: int = 1,
-    **changes,
-) -> dict:
-    """Train with the functions of train_deepspeed.py, and its config with `changes`.
-
-    The state is that of the last step after its first pass, where gradients exist.
-    """
+def zero_engine(stage: int, dtype: torch.dtype, passes: int = 1, **changes):
+    """An engine of DeepSpeed with the script's config at this stage, and its `changes`."""
     os.environ["WORKSHOP_MODE"] = "smoke"
     deepspeed = load_deepspeed()
     deepspeed.init_distributed("gloo")
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
-
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    script = scripts.load(TRAIN_DEEPSPEED)
-    config = zero_config(stage, GLOBAL_BATCH // world_size // passes) | changes
-    config["gradient_accumulation_steps"] = passes
+    config = zero_config(stage, GLOBAL_BATCH // dist.get_world_size() // passes)
+    config |= {"gradient_accumulation_steps": passes} | changes
     model = build_model(dtype)
     if stage == 0 and dtype == torch.float64:
         # gloo reduces float64, but DeepSpeed's list of types on a CPU leaves it out
@@ -185,42 +183,62 @@ def zero(
         # that compute in float16, and on no others
         deepspeed.zero.Init(model, dtype=torch.float32, config_dict_or_path=config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    if load:
-        engine.load_checkpoint(load)
-    losses, states, gradients, step_of_engine = [], [], [], engine.step
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def look_before_steps(engine, whole_gradient: Callable) -> tuple[list, list]:
+    """What an engine holds before each of its steps, and its first gradients: two lists.
+
+    They are filled when it steps, as the script's step leaves no gradients behind.
+    """
+    states, gradients, step_of_engine = [], [], engine.step
 
     def look_and_step() -> None:
         states.append(zero_state_bytes(engine))
         if not gradients and engine.is_gradient_accumulation_boundary():
-            for p in engine.module.parameters():
-                whole = p.grad if stage == 0 else safe_get_full_grad(p)
-                gradients.append(whole.clone())
+            gradients.extend(
+                whole_gradient(p).clone() for p in engine.module.parameters()
+            )
         step_of_engine()
 
-    engine.step = look_and_step  # the script's step leaves no gradients behind
-    for step in range(first, steps):
-        batch = share(step, rank, world_size)
-        with count_comms() as comms:
-            loss = script.train_step(engine, *batch)
-        losses.append(mean_over_ranks(loss))
+    engine.step = look_and_step
+    return states, gradients
+
+
+def zero(
+    stage: int,
+    dtype: torch.dtype,
+    steps: int = 10,
+    passes: int = 1,
+    load: Path | None = None,
+    save: Path | None = None,
+    first: int = 0,
+    **changes,
+) -> dict:
+    """Train with the functions of train_deepspeed.py, and its config with `changes`.
+
+    The state is that of the last step after its first pass, where gradients exist.
+    """
+    engine = zero_engine(stage, dtype, passes, **changes)
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
+
+    script = scripts.load(TRAIN_DEEPSPEED)
+    if load:
+        engine.load_checkpoint(load)
+    is_whole = stage == 0  # and not DeepSpeed's to put together
+    states, gradients = look_before_steps(
+        engine, (lambda p: p.grad) if is_whole else safe_get_full_grad
+    )
+    trained = list(steps_of(partial(script.train_step, engine), first, steps))
     if save:
         engine.save_checkpoint(save, "saved")
-    parameters = [
-        (p.detach() if stage == 0 else safe_get_full_fp32_param(p)).clone()
-        for p in engine.module.parameters()
-    ]
-    logits = engine(text(block_size=CONFIG.block_size)[:2][0]).detach()
-    return {
-        "losses": losses,
+    whole_parameter = torch.Tensor.detach if is_whole else safe_get_full_fp32_param
+    return outputs(engine, script.evaluate) | {
+        "losses": [loss for loss, _ in trained],
         "gradients": gradients,
-        "parameters": parameters,
+        "parameters": [whole_parameter(p).clone() for p in engine.module.parameters()],
         "state": states[-passes],
-        "sent": comms.sent(world_size),
-        "logits": logits,
-        "test loss": script.evaluate(
-            engine, test_set(), rank, world_size, torch.device("cpu"), batch_size=2
-        ),
+        "sent": trained[-1][1],
     }
 
 
@@ -248,15 +266,11 @@ def train_all(strategies: dict) -> dict[str, dict]:
     return results
 
 
-def _vector(tensors: list[torch.Tensor]) -> torch.Tensor | None:
-    """All numbers of the tensors; FSDP2's whole parameters are on rank 0 only."""
-    return torch.cat([t.flatten() for t in tensors]) if tensors else None
-
-
 def _flat(result: dict) -> dict:
     return {
         "losses": torch.tensor(result["losses"], dtype=torch.float64),
-        "gradient": _vector(result["gradients"]),
-        "parameters": _vector(result["parameters"]),
-        "test loss": result["test loss"],
+        "gradient": vector(result["gradients"]),
+        # FSDP2's whole parameters are on rank 0 only
+        "parameters": vector(result["parameters"]) if result["parameters"] else None,
+        "test loss": torch.tensor(result["test loss"], dtype=torch.float64),
     }

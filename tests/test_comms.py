@@ -2,6 +2,7 @@
 
 import gc
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
@@ -18,77 +19,62 @@ def zeros(n, dtype=torch.float32):
     return torch.zeros(n, dtype=dtype)
 
 
-# what it is, the name it is counted by, bytes that a rank hands in, the call
+# the name it is counted by, bytes that a rank hands in, bytes that it sends over a ring
+# (the mean of both ranks), the call
 COLLECTIVES = [
-    ("float32", "allreduce", 40, lambda: dist.all_reduce(zeros(10))),
-    ("float64", "allreduce", 80, lambda: dist.all_reduce(zeros(10, torch.float64))),
-    ("from 0", "broadcast", 12, lambda: dist.broadcast(zeros(3), src=0)),
-    ("list", "allgather", 20, lambda: dist.all_gather([zeros(5)] * N, zeros(5))),
+    ("allreduce", 40, 40, lambda: dist.all_reduce(zeros(10))),
+    ("allreduce", 80, 80, lambda: dist.all_reduce(zeros(10, torch.float64))),
+    ("broadcast", 12, 6, lambda: dist.broadcast(zeros(3), src=0)),
+    ("reduce", 12, 6, lambda: dist.reduce(zeros(3), dst=1)),
+    ("allgather", 20, 20, lambda: dist.all_gather([zeros(5)] * N, zeros(5))),
+    ("allgather", 20, 20, lambda: dist.all_gather_into_tensor(zeros(5 * N), zeros(5))),
+    ("reducescatter", 40, 20, lambda: dist.reduce_scatter(zeros(5), [zeros(5)] * N)),
     (
-        "tensor",
-        "allgather",
+        "reducescatter",
+        40,
         20,
-        lambda: dist.all_gather_into_tensor(zeros(5 * N), zeros(5)),
-    ),
-    (
-        "list",
-        "reducescatter",
-        40,
-        lambda: dist.reduce_scatter(zeros(5), [zeros(5)] * N),
-    ),
-    (
-        "tensor",
-        "reducescatter",
-        40,
         lambda: dist.reduce_scatter_tensor(zeros(5), zeros(5 * N)),
     ),
+    ("alltoall", 24, 12, lambda: dist.all_to_all_single(zeros(6), zeros(6))),
     (
-        "functional",
         "allreduce",
+        28,
         28,
         lambda: functional.all_reduce(zeros(7), "sum", dist.group.WORLD).sum(),
     ),
     (
-        "functional",
         "allgather",
+        28,
         28,
         lambda: functional.all_gather_tensor(zeros(7), 0, dist.group.WORLD).sum(),
     ),
 ]
 
 
-def test_counts_and_bytes():
+def test_calls_and_bytes():
     def count_each():
         dist.init_process_group("gloo")
         counted = []
-        for _, _, _, collective in COLLECTIVES:
+        for *_, collective in COLLECTIVES:
             with comms.count_comms() as counts:
                 for _ in range(3):
                     collective()
-            counted.append((dict(counts.calls), dict(counts.payload)))
+            collective()  # not counted: the block has ended
+            counted.append((dict(counts.calls), dict(counts.payload), counts.sent(N)))
         with comms.count_comms() as counts:
             (zeros(5) + 1).sum()
             dist.barrier()
-        counted.append((dict(counts.calls), dict(counts.payload)))
+        counted.append((dict(counts.calls), dict(counts.payload), counts.sent(N)))
         dist.destroy_process_group()
         return counted
 
-    expected = [({name: 3}, {name: 3 * n}) for _, name, n, _ in COLLECTIVES]
-    expected.append(({}, {}))  # neither arithmetic nor a barrier sends a tensor
+    expected = [
+        ({name: 3}, {name: 3 * payload}, 3 * sent)
+        for name, payload, sent, _ in COLLECTIVES
+    ]
+    expected.append(({}, {}, 0))  # neither arithmetic nor a barrier sends a tensor
     for counted in run_ranks(count_each, N, timeout=60):
         assert counted == expected
-
-
-def test_nothing_is_counted_after_the_block():
-    def run():
-        dist.init_process_group("gloo")
-        with comms.count_comms() as counts:
-            dist.all_reduce(zeros(10))
-        dist.all_reduce(zeros(10))
-        dist.destroy_process_group()
-        return counts.calls["allreduce"]
-
-    assert run_ranks(run, N, timeout=60) == [1] * N
 
 
 def test_ddp_sends_each_gradient_once():
@@ -120,6 +106,11 @@ def test_ring_formula():
     assert comms.allreduce_bytes(100, 1) == 0
     assert comms.allreduce_bytes(100, 2) == 100
     assert comms.allreduce_bytes(100, 4) == 150
+
+
+def test_a_strategy_that_does_not_exist_is_refused():
+    with pytest.raises(ValueError, match="choose from ddp"):
+        comms.predict("zero4", 1, 1)
 
 
 def test_ring_sends_what_the_formula_says():

@@ -186,7 +186,7 @@ def test_results_cannot_be_written(monkeypatch, tmp_path):
 
 
 def test_no_compiler(monkeypatch, tmp_path):
-    """The lessons run without one: tests/test_sharding_utils.py holds them to it."""
+    """The lessons run without one: tests/test_zero.py holds them to it."""
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     result = doctor.compiler()

@@ -1,10 +1,10 @@
-"""ResNet-18 with one input channel and GroupNorm."""
+"""ResNet-18 with one input channel and GroupNorm, and the GPT of part 03."""
 
 import pytest
 import torch
 from torch import nn
 
-from utils.models import resnet18
+from utils.models import GPT, GPT2_124M, SMOKE, GPTConfig, generate, resnet18
 
 
 def count(model):
@@ -54,3 +54,55 @@ def test_same_seed_same_weights():
 
     assert torch.equal(weights(0), weights(0))
     assert not torch.equal(weights(0), weights(1))
+
+
+def test_gpt2_has_the_shape_of_gpt2():
+    with torch.device("meta"):
+        model = GPT(GPT2_124M)
+    parameters = sum(p.numel() for p in model.parameters())
+    # GPT-2's published size, whose output layer shares the weights of the embedding
+    assert parameters - model.head.weight.numel() == 124_439_808
+    assert list(model.buffers()) == []
+
+
+def test_a_token_sees_only_what_comes_before_it():
+    torch.manual_seed(0)
+    model = GPT(SMOKE)
+    tokens = torch.randint(0, 256, (2, 16))
+    changed = tokens.clone()
+    changed[:, 10] += 1
+    same = model(tokens) == model(changed % 256)
+    assert same[:, :10].all()
+    assert not same[:, 10:].all(dim=-1).any()
+
+
+def test_init_weights_gives_a_meta_model_the_same_weights():
+    expected = GPT(SMOKE)
+    torch.manual_seed(0)
+    expected.init_weights()  # once more: building it drew default weights as well
+    with torch.device("meta"):
+        model = GPT(SMOKE)
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        parameter.data.fill_(float("nan"))
+    torch.manual_seed(0)
+    model.init_weights()
+    theirs = expected.state_dict()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, theirs[name]), name
+
+
+def test_generate_continues_with_the_most_likely_token():
+    torch.manual_seed(0)
+    model = GPT(SMOKE)
+    start = torch.randint(0, 256, (1, 70))  # longer than the block size
+    tokens = generate(model, start, 3)
+    assert tokens.shape == (1, 73)
+    assert tokens[0, -1] == model(tokens[:, -65:-1])[0, -1].argmax()
+
+
+def test_a_gpt_says_what_is_wrong():
+    with pytest.raises(ValueError, match="choose a multiple of the number of heads"):
+        GPT(GPTConfig(width=65))
+    with pytest.raises(ValueError, match="reads at most 64"):
+        GPT(SMOKE)(torch.zeros(1, 65, dtype=torch.long))

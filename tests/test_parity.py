@@ -7,9 +7,11 @@ sharded.
 """
 
 import io
+import os
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from pathlib import Path
 
 from utils.cluster import start_ray
 
@@ -25,7 +27,8 @@ from ray.train.torch import TorchTrainer
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests import parity, scripts, sharding
+from tests import compare, parity, scripts, sharding
+from tests.compare import relative
 from utils.datasets import write_shards
 from utils.launch import run_ranks
 
@@ -34,122 +37,132 @@ pytestmark = [pytest.mark.part01, pytest.mark.part02, pytest.mark.part03]
 FLOAT64, FLOAT32 = 1e-10, 1e-5
 # DeepSpeed reduces gradients of float64 models in float32, and keeps float32 copies.
 FLOAT64_ZERO = 1e-6
-STRATEGIES = [*parity.STRATEGIES, *sharding.STRATEGIES]
 WORKERS = (1, 2, 3)
 
 
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return ((a - b).norm() / b.norm()).item()
+def runs(*strategies: dict) -> pytest.MarkDecorator:
+    """Each strategy with 1, 2 and 3 workers, of which `make test` runs those with 2."""
+    chosen = [
+        pytest.param(
+            n, name, id=f"{n} workers-{name}", marks=[pytest.mark.slow] * (n != 2)
+        )
+        for n in WORKERS
+        for name in [name for names in strategies for name in names]
+        # prepare_model wraps nothing where a worker is alone
+        if (n, name) != (1, "Ray Train DDP")
+    ]
+    return pytest.mark.parametrize(("num_workers", "name"), chosen)
+
+
+def reference(**options) -> Path:
+    """A file with what one process gets: no wrap, no averaging."""
+    step = parity.step_without_averaging
+    one = parity.Strategy(lambda model: model, step, **options)
+    folder = tempfile.mkdtemp(dir=os.environ["WORKSHOP_STORAGE"])
+    torch.save(parity.alone(parity.train_twice, one), Path(folder, "results.pt"))
+    return Path(folder, "results.pt")
 
 
 @cache
-def one_process(sharded: bool = False, norm: str = "group") -> dict[str, torch.Tensor]:
-    """The reference: no wrap, no averaging, one process."""
-    if sharded:
-        return sharding.train_all({"alone": sharding.one_process})["alone"]
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    alone = parity.Strategy(
-        lambda model: model, parity.step_without_averaging, norm=norm
-    )
-    result = parity.train_all({"alone": alone})["alone"]
-    dist.destroy_process_group()
-    return result
+def reference_for(norm: str, steps: int) -> Path:
+    return reference(norm=norm, steps=steps)
 
 
 @cache
-def with_ranks(num_workers: int) -> dict[str, dict[str, torch.Tensor]]:
+def reference_of_sharding() -> dict[str, torch.Tensor]:
+    return sharding.train_all({"alone": sharding.one_process})["alone"]
+
+
+def with_references(strategies: dict[str, parity.Strategy]) -> dict[str, tuple]:
+    return {n: (s, reference_for(s.norm, s.steps)) for n, s in strategies.items()}
+
+
+@cache
+def with_ranks(num_workers: int) -> dict[str, dict[str, float]]:
     """In processes with the environment of torchrun, without its seconds of imports."""
     chosen = {n: s for n, s in parity.STRATEGIES.items() if s.launcher == "torchrun"}
     if num_workers == 2:
         chosen |= parity.CONTROLS
-    return run_ranks(parity.in_a_group, num_workers, parity.train_all, chosen)[0]
+    chosen = with_references(chosen)
+    return run_ranks(parity.in_a_group, num_workers, parity.compare_all, chosen)[0]
 
 
 @cache
-def with_shards(num_workers: int) -> dict[str, dict[str, torch.Tensor]]:
-    return run_ranks(sharding.train_all, num_workers, sharding.STRATEGIES)[0]
+def with_shards(num_workers: int) -> dict[str, dict[str, float]]:
+    found = run_ranks(sharding.train_all, num_workers, sharding.STRATEGIES)[0]
+    return {n: parity.distances(r, reference_of_sharding()) for n, r in found.items()}
 
 
 @cache
-def with_ray(num_workers: int) -> dict[str, dict[str, torch.Tensor]]:
+def with_ray(num_workers: int) -> dict[str, dict[str, float]]:
     # The workers cannot import this folder: send its functions along.
-    ray.cloudpickle.register_pickle_by_value(parity)
-    ray.cloudpickle.register_pickle_by_value(scripts)
+    for module in (compare, parity, scripts):
+        ray.cloudpickle.register_pickle_by_value(module)
     chosen = {n: s for n, s in parity.STRATEGIES.items() if s.launcher == "ray"}
-
-    def train(config):
-        results = parity.train_all(chosen)
-        # Ray wants no tensors, and gives back what rank 0 returns
-        return as_numpy(results) if dist.get_rank() == 0 else None
-
+    chosen = with_references(chosen)
     with tempfile.TemporaryDirectory() as folder:
         trainer = TorchTrainer(
-            train,
+            lambda config: parity.compare_all(chosen),
             scaling_config=ScalingConfig(num_workers=num_workers),
             run_config=RunConfig(name="parity", storage_path=folder),
         )
-        returned = trainer.fit().return_value
-    return {n: {k: torch.tensor(v) for k, v in r.items()} for n, r in returned.items()}
+        return trainer.fit().return_value  # that of rank 0
 
 
-def as_numpy(results: dict[str, dict[str, torch.Tensor]]) -> dict[str, dict]:
-    return {n: {k: v.numpy() for k, v in r.items()} for n, r in results.items()}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _ray():
+@pytest.fixture(scope="module")
+def own_ray():
     start_ray(num_workers=max(WORKERS))
     yield
     ray.shutdown()
 
 
-QUICK = [n if n == 2 else pytest.param(n, marks=pytest.mark.slow) for n in WORKERS]
-
-
-@pytest.fixture(params=QUICK, ids=lambda n: f"{n} workers")
-def num_workers(request) -> int:
-    return request.param
-
-
-def result(name: str, num_workers: int) -> dict[str, torch.Tensor]:
+@pytest.fixture
+def distance(request, name: str, num_workers: int) -> dict[str, float]:
+    """From the results of one process, by what is compared."""
     if name in sharding.STRATEGIES:
         return with_shards(num_workers)[name]
-    launcher = parity.STRATEGIES[name].launcher
-    return (with_ray if launcher == "ray" else with_ranks)(num_workers)[name]
+    if parity.STRATEGIES[name].launcher == "ray":
+        request.getfixturevalue("own_ray")
+        return with_ray(num_workers)[name]
+    return with_ranks(num_workers)[name]
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_float64_equals_one_process_after_ten_steps(name, num_workers):
-    ours, theirs = result(name, num_workers), one_process(name in sharding.STRATEGIES)
-    assert len(theirs["losses"]) == 10
+@runs(parity.STRATEGIES, sharding.STRATEGIES)
+def test_float64_equals_one_process_after_ten_steps(name, distance):
     tolerance = FLOAT64_ZERO if name.startswith("ZeRO") else FLOAT64
-    assert relative(ours["losses"], theirs["losses"]) < tolerance
-    assert relative(ours["gradient"], theirs["gradient"]) < tolerance
-    assert relative(ours["parameters"], theirs["parameters"]) < tolerance
+    assert distance["losses"] < tolerance
+    assert distance["gradient"] < tolerance
+    assert distance["parameters"] < tolerance
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_float32_first_gradient_equals_one_process(name, num_workers):
-    ours, theirs = result(name, num_workers), one_process(name in sharding.STRATEGIES)
-    assert ours["gradient32"].dtype == torch.float32
-    assert relative(ours["gradient32"], theirs["gradient32"]) < FLOAT32
+@runs(parity.STRATEGIES, sharding.STRATEGIES)
+def test_float32_first_gradient_equals_one_process(name, distance):
+    assert distance["gradient32"] < FLOAT32
 
 
-@pytest.mark.parametrize("name", sharding.STRATEGIES)
-def test_evaluation_of_shards_equals_one_process(name, num_workers):
+@runs(sharding.STRATEGIES)
+def test_evaluation_of_shards_equals_one_process(name, distance):
     """Over seven texts, which neither 2 nor 3 ranks can share equally."""
-    ours = result(name, num_workers)["test loss"]
-    assert ours == pytest.approx(one_process(sharded=True)["test loss"], abs=1e-5)
+    assert distance["test loss"] < 1e-6
+
+
+def test_one_process_takes_ten_steps_and_one_in_float32():
+    """The references, to whose shapes all else is held."""
+    one = torch.load(reference_for("group", parity.STEPS), mmap=True)
+    for results in (one, reference_of_sharding()):
+        assert len(results["losses"]) == 10
+        assert results["parameters"].dtype == torch.float64
+        assert results["gradient32"].dtype == torch.float32
 
 
 @pytest.mark.parametrize("name", parity.CONTROLS)
 def test_a_mistake_is_seen(name):
     """A negative control: each mistake is at least a million times the tolerance off."""
-    ours, theirs = with_ranks(2)[name], one_process(norm=parity.CONTROLS[name].norm)
-    assert relative(ours["parameters"], theirs["parameters"]) > 1e6 * FLOAT64
+    distance = with_ranks(2)[name]
+    assert distance["parameters"] > 1e6 * FLOAT64
     if name != "no set_epoch":  # which is right in the first step
-        assert relative(ours["gradient"], theirs["gradient"]) > 1e6 * FLOAT64
-        assert relative(ours["gradient32"], theirs["gradient32"]) > 1e3 * FLOAT32
+        assert distance["gradient"] > 1e6 * FLOAT64
+        assert distance["gradient32"] > 1e3 * FLOAT32
 
 
 def mistakes_of_sharding() -> dict[str, torch.Tensor]:
@@ -171,7 +184,7 @@ def test_mistakes_of_sharding_are_seen():
     """Negative controls: no division by the world size; `init_weights` on a CPU mesh,
     which gives all ranks the shard of rank 0."""
     found = run_ranks(mistakes_of_sharding, 2)[0]
-    theirs = one_process(sharded=True)["gradient"]
+    theirs = reference_of_sharding()["gradient"]
     assert relative(found["summed"], theirs) > 1e6 * FLOAT64
     assert relative(found["summed"] / 2, theirs) < FLOAT64
     assert torch.equal(*found["shards"].chunk(2))
@@ -202,30 +215,38 @@ def loaded(shards: list[str], orders: list[list[list[int]]]) -> list[list[tuple]
     return [list(DataLoader(in_memory, batch_sampler=order)) for order in orders]
 
 
-def train_on_each(orders: dict[str, list[list[tuple]]]) -> dict[str, dict]:
-    step = scripts.load(scripts.TRAIN_RAY_DDP_WITH_RAY_DATA).train_step
-    strategy, rank = parity.Strategy(DDP, step), dist.get_rank()
-    return {n: parity.train_twice(strategy, ranks[rank]) for n, ranks in orders.items()}
-
-
-def test_training_through_ray_data_equals_the_dataloader(tmp_path, num_workers):
-    """Same order of rows: the same result, bit for bit, and that of one process."""
+@pytest.mark.parametrize(
+    "num_workers", [2, pytest.param(3, marks=pytest.mark.slow)], ids="{} workers".format
+)
+def test_training_through_ray_data_equals_one_process(tmp_path, own_ray, num_workers):
+    """The same batches as a DataLoader's, bit for bit, and trained on as by one process."""
     decode = scripts.load(scripts.TRAIN_RAY_DDP_WITH_RAY_DATA).decode
     shards = [str(p) for p in write_shards(tmp_path, 4e-4, 28, rows_per_shard=48)]
-    batches = streamed(shards, decode, num_workers)
-    by_ray = [[(b["image"], b["label"]) for b in rank] for rank in batches]
-    by_loader = loaded(shards, [[b["id"].tolist() for b in rank] for rank in batches])
-    orders = {"Ray Data": by_ray, "DataLoader": by_loader}
+    streams = streamed(shards, decode, num_workers)
+    by_ray = [[(b["image"], b["label"]) for b in rank] for rank in streams]
+    by_loader = loaded(shards, [[b["id"].tolist() for b in rank] for rank in streams])
+    for ours, theirs in zip(by_ray, by_loader, strict=True):
+        assert len(ours) == parity.STEPS
+        for (images, labels), expected in zip(ours, theirs, strict=True):
+            assert torch.equal(images, expected[0]) and torch.equal(labels, expected[1])
+
+    whole = [[torch.cat(share) for share in zip(*step)] for step in zip(*by_loader)]
+    alone = reference(batches=lambda: whole)
+    orders = {"Ray Data": by_ray}
     if num_workers == 2:
         orders["another order"] = [by_ray[0][::-1], by_ray[1]]
-    found = run_ranks(parity.in_a_group, num_workers, train_on_each, orders)[0]
-    whole = [[torch.cat(share) for share in zip(*step)] for step in zip(*by_loader)]
-    alone = run_ranks(parity.in_a_group, 1, train_on_each, {"alone": [whole]})[0]
 
-    assert len(alone["alone"]["losses"]) == 10
-    for key, theirs in alone["alone"].items():
-        assert torch.equal(found["Ray Data"][key], found["DataLoader"][key])
-        tolerance = FLOAT32 if key == "gradient32" else FLOAT64
-        assert relative(found["Ray Data"][key], theirs) < tolerance
+    def compare_orders() -> dict[str, dict[str, float]]:
+        step = scripts.load(scripts.TRAIN_RAY_DDP_WITH_RAY_DATA).train_step
+        mine = {name: ranks[dist.get_rank()] for name, ranks in orders.items()}
+        strategies = {
+            name: parity.Strategy(DDP, step, batches=lambda b=batches: b)
+            for name, batches in mine.items()
+        }
+        return parity.compare_all({n: (s, alone) for n, s in strategies.items()})
+
+    found = run_ranks(parity.in_a_group, num_workers, compare_orders)[0]
+    for key, distance in found["Ray Data"].items():
+        assert distance < (FLOAT32 if key == "gradient32" else FLOAT64)
         if num_workers == 2:  # a negative control
-            assert relative(found["another order"][key], theirs) > 1e6 * FLOAT64
+            assert found["another order"][key] > 1e6 * FLOAT64

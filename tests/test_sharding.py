@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from tests import sharding
+from tests.compare import relative, worst
 from utils import comms, memory
 from utils.launch import run_ranks
 
-pytestmark = pytest.mark.part03
+pytestmark = [pytest.mark.part03, pytest.mark.slow]
 
 KEEP = {"fsdp2": False, "fsdp2-keep": True}
 PARAMETERS = sum(p.numel() for p in sharding.build_model(torch.float32).parameters())
@@ -62,19 +63,6 @@ def fsdp2() -> dict:
 @cache
 def zero() -> dict:
     return on_two_ranks(zero_all)
-
-
-def worst(ours, theirs) -> float:
-    if isinstance(ours[0], float):
-        return max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
-    pairs = zip(ours, theirs, strict=True)
-    return max((a - b).abs().max().item() for a, b in pairs)
-
-
-def relative(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
-    """The length of the difference of two lists of tensors, over that of the second."""
-    ours, theirs = (torch.cat([t.flatten() for t in ts]) for ts in (ours, theirs))
-    return ((ours - theirs).norm() / theirs.norm()).item()
 
 
 @pytest.mark.parametrize("stage", range(4))

@@ -4,9 +4,6 @@ import errno
 import io
 import os
 import signal
-import subprocess
-import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -18,7 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from utils.datasets import shards
 from utils.datasets.shards import augment, encode_png, write_shards
+from utils.launch import run_ranks
 
 pytestmark = pytest.mark.part02
 
@@ -91,24 +90,31 @@ def test_it_streams_one_file_at_a_time(tmp_path):
     assert pq.read_metadata(first).num_row_groups == 2  # written in batches of 32
 
 
+def write_until_killed(folder) -> None:
+    """In the middle of the fourth file."""
+    images = iter(range(3 * 48 + 40))
+
+    def encode_or_die(image):
+        if next(images, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return encode_png(image)
+
+    shards.encode_png = encode_or_die
+    list(write_shards(folder, SIZE_GB, **SMALL))
+
+
 def test_a_killed_writer_is_continued(tmp_path):
-    list(write_shards(tmp_path / "whole", 2e-3, **SMALL))
-    script = (
-        "import sys; from utils.datasets.shards import write_shards\n"
-        f"list(write_shards(sys.argv[1], 2e-3, **{SMALL}))"
-    )
+    list(write_shards(tmp_path / "whole", SIZE_GB, **SMALL))
     folder = tmp_path / "killed"
-    writer = subprocess.Popen([sys.executable, "-c", script, str(folder)])
-    while len(contents(folder)) < 3:
-        time.sleep(0.001)
-    writer.send_signal(signal.SIGKILL)
-    writer.wait(timeout=30)
-    assert 3 <= len(contents(folder)) < len(contents(tmp_path / "whole"))
-    old, new = folder / "shard-00040.a.tmp", folder / "shard-00040.b.tmp"
+    with pytest.raises(RuntimeError, match="died with exit code -9"):
+        run_ranks(write_until_killed, 1, folder)
+    assert len(contents(folder)) == 3
+    assert len(list(folder.glob("shard-00003.*.tmp"))) == 1  # half a file
+    old, new = folder / "shard-00004.a.tmp", folder / "shard-00004.b.tmp"
     for path in (old, new):  # not read, not in the way
         path.write_bytes(b"half a file")
     os.utime(old, (0, 0))
-    list(write_shards(folder, 2e-3, **SMALL))
+    list(write_shards(folder, SIZE_GB, **SMALL))
     assert contents(folder) == contents(tmp_path / "whole")
     assert not old.exists()
     assert new.exists()  # of a run that may be writing it now

@@ -1,7 +1,9 @@
-"""Ray Data: every row once per epoch, equal steps, flat memory under a capped store."""
+"""Ray Data: every row once per epoch, equal steps, and memory that is counted rightly.
+
+That memory stays flat under a capped store is shown in 02/03.
+"""
 
 import mmap
-import os
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
@@ -16,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from utils.datasets import write_shards
-from utils.ray_memory import Sample, growth, private_bytes, sample_memory
+from utils.ray_memory import private_bytes, sample_memory
 
-pytestmark = pytest.mark.part02
+pytestmark = [pytest.mark.part02, pytest.mark.slow]
 
 MIB = 2**20
 
@@ -67,8 +69,10 @@ def check_delivery(epochs, num_rows, num_workers):
         assert all(each == sizes[0] for each in sizes)
 
 
-@pytest.mark.parametrize("shuffle", [None, "files", "global"])
-@pytest.mark.parametrize("num_workers", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("num_workers", "shuffle"),
+    [(1, "files"), (1, "global"), (2, None), (2, "files"), (3, "global")],
+)
 def test_every_row_once_per_epoch(shards, num_workers, shuffle):
     paths = [str(path) for path in shards]
     order = "files" if shuffle == "files" else None
@@ -78,13 +82,12 @@ def test_every_row_once_per_epoch(shards, num_workers, shuffle):
     buffer_size = 64 if shuffle == "files" else None
     epochs = consume(dataset, num_workers, 16, buffer_size)
     check_delivery(epochs, 8 * 48, num_workers)
-    if shuffle and num_workers == 1:
+    if num_workers == 1:
         assert epochs[0] != epochs[1]  # another order in the second epoch
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("num_workers", [1, 2, 3])
+@pytest.mark.parametrize("num_workers", [2, 3])
 @settings(max_examples=4, deadline=None, derandomize=True)
 @given(blocks=st.lists(st.integers(0, 40), min_size=1, max_size=6))
 def test_equal_steps_whatever_the_blocks(num_workers, shuffle, blocks):
@@ -93,45 +96,6 @@ def test_equal_steps_whatever_the_blocks(num_workers, shuffle, blocks):
     dataset = ray.data.from_arrow(tables)
     epochs = consume(dataset, num_workers, 4, 8 if shuffle else None)
     check_delivery(epochs, sum(blocks), num_workers)
-
-
-@pytest.mark.slow
-def test_a_dataset_of_four_times_the_store_streams_through_it(tmp_path):
-    """4D costs no more memory than D, and nothing is spilled; D is as big as the store."""
-    paths = [str(p) for p in write_shards(tmp_path, 0.336, 512, rows_per_shard=16)]
-    context = ray.data.DataContext.get_current()
-    context.target_max_block_size = 4 * MIB
-    small, large = paths[: len(paths) // 4], paths
-    assert sum(os.path.getsize(path) for path in large) >= 4 * 80 * MIB
-
-    def decode(batch):
-        pixels = [
-            np.frombuffer(encoded, np.uint8)[-1000:] for encoded in batch["image"]
-        ]
-        return {"pixels": np.stack(pixels)}
-
-    passes, driver = [], []
-    for files in (small, small, large):  # the first starts Ray's worker processes
-        dataset = ray.data.read_parquet(files).map_batches(decode, batch_size=8)
-        rows, most = 0, 0
-        with sample_memory(0.1) as samples:
-            for batch in dataset.iter_torch_batches(batch_size=8):
-                rows += len(batch["pixels"])
-                most = max(most, private_bytes(psutil.Process()))
-        assert rows == 16 * len(files)
-        assert max(s.object_store for s in samples) <= 80 * MIB
-        assert (
-            max(s.object_store for s in samples) >= 4 * MIB
-        )  # it went through the store
-        assert samples[-1].spilled == samples[0].spilled
-        passes.append(samples)
-        driver.append(most)
-    peaks = [max(s.object_store + s.processes for s in samples) for samples in passes]
-    grown = growth(*passes[1:]), driver[2] - driver[1]
-    print("together", [f"{n / MIB:.0f} MiB" for n in peaks])
-    print("grown, Ray's processes and this one", [f"{n / MIB:.0f} MiB" for n in grown])
-    assert peaks[2] / peaks[1] < 1.15
-    assert sum(grown) < 0.25 * 0.75 * 336e6  # of the bytes that 4D has more than D
 
 
 def test_what_does_not_fit_the_store_is_counted_as_spilled():
@@ -143,15 +107,6 @@ def test_what_does_not_fit_the_store_is_counted_as_spilled():
         ).materialize()
     assert kept.count() == 160
     assert samples[-1].spilled - samples[0].spilled > 40 * MIB
-
-
-def test_a_process_that_starts_is_not_growth_and_one_that_keeps_data_is():
-    def samples(*by_process):
-        return [Sample(0, 0, each, 0) for each in by_process]
-
-    before = samples({1: 100, 2: 130}, {1: 110, 2: 130, 3: 130})
-    assert growth(before, samples({1: 105, 2: 130, 4: 130}, {1: 105, 2: 131})) == -4
-    assert growth(before, samples({1: 105, 2: 130, 4: 130}, {1: 300, 2: 131})) == 191
 
 
 def test_shared_memory_is_not_counted_as_private():

@@ -1,6 +1,7 @@
 """What knows DeepSpeed from inside: loading it quietly, and the bytes an engine holds."""
 
 import contextlib
+import importlib
 import logging
 import os
 
@@ -12,7 +13,8 @@ def load_deepspeed():
 
     Left alone, DeepSpeed guesses a device, and its first process group on a CPU compiles
     a shared-memory all-reduce for inference (a minute, and g++ is needed). Training does
-    not use it, so it is left out.
+    not use it, so it is left out. Left out on a CPU is also what the first engine does for
+    the optimizer Muon: it hands a function to torch.compile, whose import takes 2 s.
     """
     device = settings.device().type
     os.environ["DS_ACCELERATOR"] = device
@@ -23,6 +25,8 @@ def load_deepspeed():
     if device == "cpu":
         with _linker_silenced():  # the first look at this table fills it
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        with _nothing_compiled():  # the first engine would import it
+            importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
     return deepspeed
 
 
@@ -51,6 +55,19 @@ def zero_state_bytes(engine) -> memory.State:
         memory.local_bytes({t.data_ptr(): t for t in gradients}.values()),
         memory.local_bytes([*memory.moments(inner), *masters]),
     )
+
+
+@contextlib.contextmanager
+def _nothing_compiled():
+    """torch.compile returns what it is given (torch/_dynamo/eval_frame.py, `_optimize`)."""
+    kept = os.environ.get("TORCHDYNAMO_DISABLE")
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["TORCHDYNAMO_DISABLE"]
+        if kept is not None:
+            os.environ["TORCHDYNAMO_DISABLE"] = kept
 
 
 @contextlib.contextmanager

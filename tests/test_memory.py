@@ -1,0 +1,63 @@
+"""Bytes of state and of activations: the formula of the ZeRO paper, and what is counted."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from utils import memory
+from utils.models import GPT, SMOKE
+
+pytestmark = pytest.mark.part03
+
+
+def test_the_zero_paper():
+    """7.5 billion parameters on 64 GPUs, figure 1 of arXiv 1910.02054."""
+    gigabytes = [
+        round(memory.predict(7_500_000_000, 64, stage, memory.MIXED).total / 1e9, 1)
+        for stage in range(4)
+    ]
+    assert gigabytes == [120.0, 31.4, 16.6, 1.9]
+
+
+def test_a_stage_that_does_not_exist_is_refused():
+    with pytest.raises(ValueError, match="must be 0, 1, 2 or 3"):
+        memory.predict(1, 1, 4)
+
+
+def test_state_bytes_of_one_process():
+    model = GPT(SMOKE)
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+    F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+    optimizer.step()
+    parameters = sum(p.numel() for p in model.parameters())
+    measured = memory.state_bytes(model, optimizer)
+    assert measured == memory.predict(parameters, 1, 0)
+    assert measured.total == 16 * parameters
+
+
+def test_count_memory_follows_what_lives():
+    with memory.count_memory() as counted:
+        kept = torch.zeros(1000)  # 4,000 bytes
+        gone = kept + 1
+        assert (counted.live, counted.peak) == (8000, 8000)
+        view = kept[10:]  # no memory of its own
+        kept += 1
+        del gone
+        assert (counted.live, counted.peak) == (4000, 8000)
+        view.untyped_storage().resize_(400)
+        assert counted.live == 400
+    assert torch.UntypedStorage.resize_ is counted._resize
+
+
+def test_memory_of_a_gpu_is_asked_of_its_allocator(monkeypatch):
+    """With numbers of an allocator, as a machine without a GPU has none."""
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 500)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
+    with memory.follow_memory(torch.device("cuda", 0)) as followed:
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 300)
+    assert (followed.live, followed.peak) == (200, 400)
+    with memory.follow_memory(torch.device("cpu")) as followed:
+        torch.zeros(1000)
+    assert (followed.live, followed.peak) == (0, 4000)

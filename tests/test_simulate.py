@@ -1,0 +1,22 @@
+"""On more ranks than this machine has, FSDP2 holds and sends what the formulas say."""
+
+import pytest
+
+from tests.simulate import fsdp2_step
+from utils import comms, memory
+from utils.models import GPT, GPTConfig
+
+pytestmark = pytest.mark.part03
+
+
+@pytest.mark.parametrize("world_size", [8, 64])
+@pytest.mark.parametrize("keep", [False, True])
+def test_fsdp2_on_simulated_ranks_follows_the_formulas(world_size, keep):
+    config = GPTConfig(layers=2)
+    parameters = sum(p.numel() for p in GPT(config).parameters())
+    state, counted = fsdp2_step(config, world_size, keep)
+    for measured, predicted in zip(state, memory.predict(parameters, world_size, 3)):
+        assert measured == pytest.approx(predicted, rel=0.02)
+    strategy = "fsdp2-keep" if keep else "fsdp2"
+    predicted = comms.predict(strategy, 4 * parameters, world_size)
+    assert counted.sent(world_size) == pytest.approx(predicted, rel=0.01)

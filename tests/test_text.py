@@ -1,0 +1,46 @@
+"""The text of part 03: shipped, split without a byte in common, or any file."""
+
+import lzma
+
+import pytest
+
+from utils import datasets
+from utils.datasets import shipped
+
+pytestmark = pytest.mark.part03
+
+
+def test_text_is_the_topics_and_targets_are_the_next_bytes():
+    raw = lzma.decompress(shipped.TEXT_FILE.read_bytes())
+    assert len(raw) == 466_273
+    train, test = datasets.text("train"), datasets.text("test")
+    inputs, targets = train.tensors
+    assert inputs.shape == targets.shape == (6556, 64)
+    assert (inputs.flatten()[1:] == targets.flatten()[:-1]).all()
+    assert bytes(inputs.flatten().tolist()) == raw[: inputs.numel()]
+    # the splits share no byte
+    test_start = len(raw) - len(raw) // 10
+    assert inputs.numel() < test_start
+    assert bytes(test.tensors[0].flatten().tolist()) in raw[test_start:]
+
+
+def test_text_of_any_file(tmp_path):
+    path = tmp_path / "hello.txt"
+    path.write_bytes(bytes(range(200)))
+    inputs, targets = datasets.text(block_size=8, path=path).tensors
+    assert inputs.shape == (22, 8)
+    assert (targets == inputs + 1).all()
+
+
+def test_text_says_what_is_wrong(tmp_path, monkeypatch):
+    with pytest.raises(OSError, match=r"nowhere\.txt cannot be read"):
+        datasets.text(path=tmp_path / "nowhere.txt")
+    short = tmp_path / "short.txt"
+    short.write_text("short")
+    with pytest.raises(ValueError, match="lower block_size"):
+        datasets.text(path=short)
+    with pytest.raises(ValueError, match="'train' or 'test'"):
+        datasets.text("valid")
+    monkeypatch.setattr(shipped, "TEXT_FILE", short)
+    with pytest.raises(OSError, match="damaged"):
+        datasets.text()
