@@ -272,7 +272,8 @@ def test_bytes_of_one_strategy_on_one_rank_decide(monkeypatch, what, factor, ver
             state = memory.predict(parameters, num_workers, stage, kind)
             sent = comms.predict(name, 4 * parameters, num_workers)
             for rank in found:
-                rank[name] = {"sent": sent, "state": [state.total]}
+                held = {"state": [state.total], "between": [1.01 * state.total]}
+                rank[name] = {"sent": sent} | held
         off = found[1]["zero3"]
         off[what] = (
             [n * factor for n in off[what]] if what == "state" else sent * factor
@@ -284,6 +285,7 @@ def test_bytes_of_one_strategy_on_one_rank_decide(monkeypatch, what, factor, ver
     assert [row.number for row in rows] == [6, 7]
     assert [row.verdict for row in rows] == verdicts
     assert rows[what == "state"].value == f"{factor:.4f}"
+    assert "Between two passes zero2 is at 1.0100" in rows[1].note
 
 
 @pytest.mark.weekly
