@@ -24,12 +24,12 @@ import nbformat
 from tqdm import tqdm
 
 from tests import scripts
-from tests.notebooks import RECORDING_ENVIRONMENT, end_left_over
+from tests.notebooks.execution import RECORDING_ENVIRONMENT, end_left_over
 
 ROOT = scripts.ROOT
 LIST = ROOT / "tests" / "mistakes.toml"
 TABLE = ROOT / "tests" / "MISTAKES.md"
-TIMEOUT_S = 300
+TIMEOUT_S = 600
 
 
 @dataclass(frozen=True)
