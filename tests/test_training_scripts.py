@@ -104,6 +104,7 @@ def losses(script, num_workers: int) -> tuple[list[float], float]:
     return report["losses"], report["test_loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "script",
     [sharding.TRAIN_FSDP2, sharding.TRAIN_DEEPSPEED],
