@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 from torchvision import datasets as tv
 
 from utils import datasets
@@ -259,3 +259,17 @@ def test_batches_that_cannot_be_shared_are_refused():
         datasets.share_of_batch(data, 0, 16, rank=0, world_size=3)
     with pytest.raises(ValueError, match="examples: lower the batch size"):
         datasets.share_of_batch(data, 0, len(data) + 1, rank=0, world_size=1)
+
+
+def test_the_shares_of_all_ranks_are_the_batch_and_every_epoch_has_its_order():
+    data = TensorDataset(torch.arange(50))  # an epoch has four batches of 12
+
+    def numbers(step, rank=0, world_size=1):
+        return datasets.share_of_batch(data, step, 12, rank, world_size)[0].tolist()
+
+    batches = [[n for rank in range(3) for n in numbers(s, rank, 3)] for s in range(8)]
+    for epoch in (batches[:4], batches[4:]):
+        seen = [number for batch in epoch for number in batch]
+        assert len(set(seen)) == len(seen) == 48
+    assert [set(batch) for batch in batches] == [set(numbers(s)) for s in range(8)]
+    assert batches[:4] != batches[4:]

@@ -258,6 +258,14 @@ def test_one_thread_per_process_unless_the_reader_says_otherwise(clone, target):
     assert clone.make(target, OMP_NUM_THREADS="3")[2][-1] == "PATH=3"
 
 
+def test_lab_listens_on_this_machine_only(clone):
+    """JupyterLab runs code for whoever reaches it."""
+    clone.make("lab")
+    calls = clone.calls.read_text().splitlines()
+    (started,) = [call for call in calls if call.startswith("python -m jupyter lab ")]
+    assert "--ServerApp.ip=127.0.0.1" in started.split()
+
+
 @pytest.mark.runs("make test", "make test-all", "make test-weekly")
 @pytest.mark.parametrize(
     ("arguments", "chosen"),

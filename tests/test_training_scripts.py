@@ -1,0 +1,132 @@
+"""What the functions of the training scripts compute, called on two ranks."""
+
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import TensorDataset
+
+from tests import scripts, sharding
+from utils.comms import count_comms
+from utils.launch import run_ranks
+
+# Seven images, which two ranks cannot share equally; of class 0 is the first alone.
+IMAGES, LABELS = torch.zeros(7, 1), torch.tensor([0, 1, 1, 1, 1, 1, 1])
+
+
+def always_zero() -> torch.nn.Module:
+    """A model that takes every image for a 0."""
+    model = torch.nn.Linear(1, 10)
+    model.weight.data.zero_()
+    model.bias.data = torch.eye(10)[0]
+    return model
+
+
+class Stream:
+    """A shard of Ray Data: batches of three images."""
+
+    def iter_torch_batches(self, batch_size):
+        for images, labels in zip(IMAGES.split(3), LABELS.split(3)):
+            yield {"image": images, "label": labels}
+
+
+def accuracies() -> tuple[float, float]:
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    listed = scripts.load(scripts.TRAIN_DDP)
+    streamed = scripts.load(scripts.TRAIN_RAY_DDP_WITH_RAY_DATA)
+    test_set, device = TensorDataset(IMAGES, LABELS), torch.device("cpu")
+    return (
+        listed.evaluate(always_zero(), test_set, rank, world_size, device),
+        streamed.evaluate(always_zero(), Stream(), rank, world_size),
+    )
+
+
+def test_every_test_image_counts_once():
+    """On both ranks, from a dataset and from a stream."""
+    for found in run_ranks(accuracies, 2):
+        assert found == pytest.approx((1 / 7, 1 / 7))
+
+
+def test_fsdp2_gathers_one_block_at_a_time():
+    """Every block is a group of its own, and what is outside of them one more."""
+
+    def count():
+        dist.init_process_group("gloo")
+        model = sharding.shard(sharding.build_model(torch.float32))
+        with count_comms() as comms:
+            sharding.loss_of(model, *sharding.share(0)).backward()
+        return dict(comms.calls)
+
+    groups = sharding.CONFIG.layers + 1
+    counted = {"allgather": 2 * groups, "reducescatter": groups}
+    assert run_ranks(count, 2) == [counted] * 2
+
+
+def test_gradients_are_clipped_by_their_norm_over_all_ranks():
+    def moved(clip: float) -> float:
+        """How far one step of SGD goes, at a learning rate of 1: the gradient's norm."""
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        model = sharding.shard(sharding.build_model(torch.float64))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        before = [p.full_tensor().detach().clone() for p in model.parameters()]
+        batch = sharding.share(0, rank, world_size)
+        scripts.load(sharding.TRAIN_FSDP2).train_step(model, optimizer, *batch, clip)
+        steps = [a - p.full_tensor() for a, p in zip(before, model.parameters())]
+        return torch.cat([step.flatten() for step in steps]).norm().item()
+
+    def clip_to_half():
+        dist.init_process_group("gloo")
+        whole = moved(sharding.NO_CLIP)
+        return whole, moved(whole / 2)
+
+    for whole, clipped in run_ranks(clip_to_half, 2):
+        assert clipped == pytest.approx(whole / 2, rel=1e-5)
+
+
+def losses(script, num_workers: int) -> tuple[list[float], float]:
+    """Of three steps on a global batch of 8, and of the test set."""
+
+    def train() -> dict:
+        sys.argv = [script.name, "--smoke-test", "--steps", "3"]
+        module = scripts.load(script)
+        args = module.parse_args()
+        args.batch_size = 8 // num_workers
+        if script == sharding.TRAIN_DEEPSPEED:
+            args.ds_config = sharding.zero_config(3, args.batch_size)
+            sharding.load_deepspeed().init_distributed("gloo")
+        else:
+            dist.init_process_group("gloo")
+        return module.train(args)
+
+    report = run_ranks(train, num_workers)[0]
+    return report["losses"], report["test_loss"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "script",
+    [sharding.TRAIN_FSDP2, sharding.TRAIN_DEEPSPEED],
+    ids=lambda path: path.stem,
+)
+def test_two_ranks_train_like_one(script):
+    """The whole script: from the same weights, on the same batches."""
+    (ours, our_test_loss), (theirs, their_test_loss) = (
+        losses(script, 2),
+        losses(script, 1),
+    )
+    assert len(ours) == 3
+    assert ours == pytest.approx(theirs, abs=1e-4)
+    assert our_test_loss == pytest.approx(their_test_loss, abs=1e-4)
+
+
+def test_a_half_written_checkpoint_is_not_taken(tmp_path):
+    """FSDP2 writes .metadata last, DeepSpeed's script `latest`."""
+    for name in ("step-000005", "step-000010"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-000005" / ".metadata").touch()
+    (tmp_path / "latest").write_text("step-000005")
+    for script in (sharding.TRAIN_FSDP2, sharding.TRAIN_DEEPSPEED):
+        found = scripts.load(script).last_checkpoint(tmp_path)
+        assert found == tmp_path / "step-000005"
