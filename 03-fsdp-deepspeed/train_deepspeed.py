@@ -25,6 +25,7 @@ MODELS = {"smoke": SMOKE, "gpt2-124m": GPT2_124M}
 
 def train(args):
     """Train in a process group that exists already; returns what the run reports."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     device, shape = settings.device(), MODELS[args.model]
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -35,13 +36,11 @@ def train(args):
     model = GPT(shape).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     folder = checkpoint_to_load(args.checkpoint_dir)
-    engine = make_engine(model, optimizer, args.config, folder)
+    engine = make_engine(model, optimizer, args.engine_config, folder)
 
     first_step = load_checkpoint(engine, folder) if folder else 0
     losses = train_steps(engine, train_set, first_step, args)
-    test_loss = evaluate(
-        engine, test_set, dist.get_rank(), dist.get_world_size(), device
-    )
+    test_loss = evaluate(engine, test_set, rank, world_size, device)
     if args.export:
         save_checkpoint(engine, args.steps, args.checkpoint_dir)
         export(engine, last_checkpoint(args.checkpoint_dir), args.export)
@@ -111,7 +110,7 @@ def save_checkpoint(engine, step, folder):
     """All ranks write their own partition, at the same time; then `latest` names it."""
     tag = f"step-{step:06d}"
     client_state = {"step": step, "global_batch": engine.train_batch_size()}
-    with settings.explain_writing(folder / tag):  # a disk may be full
+    with settings.writing(folder / tag):  # a disk may be full
         # DeepSpeed's rank 0 would write `latest` while another rank may still be writing
         engine.save_checkpoint(
             folder, tag, client_state=client_state, save_latest=False
@@ -182,7 +181,7 @@ def parse_args():
     args.model = args.model or settings.pick(smoke="smoke", full="gpt2-124m")
     args.lr = args.lr or settings.pick(smoke=3e-3, full=3e-4)
     passes = args.gradient_accumulation_steps
-    args.config = zero_config.read_config(
+    args.engine_config = zero_config.read_config(
         args.ds_config, args.batch_size, passes, args.clip, args.stage
     )
     if args.export and not args.checkpoint_dir:

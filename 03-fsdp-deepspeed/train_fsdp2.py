@@ -29,6 +29,7 @@ MODELS = {"smoke": SMOKE, "gpt2-124m": GPT2_124M}
 
 def train(args):
     """Train in a process group that exists already; returns what the run reports."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     device, config = settings.device(), MODELS[args.model]
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -36,15 +37,13 @@ def train(args):
     test_set = datasets.text("test", config.block_size, args.text)
 
     torch.manual_seed(0)  # the same weights on every rank, before they are cut
-    mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
+    mesh = dist.init_device_mesh(device.type, (world_size,))
     model = shard(GPT(config).to(device), mesh, args)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
 
     first_step = resume(model, optimizer, args)
     losses = train_steps(model, optimizer, train_set, first_step, args)
-    test_loss = evaluate(
-        model, test_set, dist.get_rank(), dist.get_world_size(), device
-    )
+    test_loss = evaluate(model, test_set, rank, world_size, device)
     if args.export:
         export(model, args.export)
     return {"first_step": first_step, "losses": losses, "test_loss": test_loss}
@@ -117,7 +116,7 @@ def save_checkpoint(model, optimizer, step, global_batch, folder):
     """All ranks write their own shards, at the same time."""
     path = folder / f"step-{step:06d}"
     state = state_of(model, optimizer, step, global_batch)
-    with settings.explain_writing(path):  # a disk may be full
+    with settings.writing(path):  # a disk may be full
         dcp.save(state, checkpoint_id=path)
 
 

@@ -93,7 +93,8 @@ def nvme_is_ready(offload: list[dict]) -> bool:
 
 def _complete(config: dict, name: str, command_line: tuple) -> None:
     """Fill in what the file called `name` leaves to the command line."""
-    config.setdefault("train_micro_batch_size_per_gpu", "auto")
+    if config.get("train_micro_batch_size_per_gpu") is None:  # null is nothing, too
+        config["train_micro_batch_size_per_gpu"] = "auto"
     if config.get("train_batch_size") == "auto":
         del config["train_batch_size"]  # the product of the others
     for (field, (option, default)), given in zip(BY_COMMAND_LINE.items(), command_line):
@@ -106,8 +107,8 @@ def _complete(config: dict, name: str, command_line: tuple) -> None:
                 'them, or write "auto" into the file.'
             )
     for field in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
-        number = config.get(field, 1)
-        if not isinstance(number, int) or number < 1:
+        number = config.get(field)
+        if number is not None and (not isinstance(number, int) or number < 1):
             raise ValueError(
                 f"{name} says {field} {json.dumps(number)}, but it has to be a whole "
                 'number, and at least 1, or "auto".'
