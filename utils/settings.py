@@ -2,8 +2,8 @@
 
 import argparse
 import contextlib
-import errno
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -179,10 +179,12 @@ def _reason(error: BaseException | None) -> str | None:
     for error in errors:
         if isinstance(error, OSError) and error.strerror:
             return error.strerror
-    refusals = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
-    said = {os.strerror(code): os.strerror(code) for code in refusals}
-    said["inline_container.cc"] = "is the disk full?"  # where torch.save comes up short
-    return next((said[t] for t in said for e in errors if t in str(e)), None)
+    for text in map(str, errors):
+        if of_a_rank := re.search(r"\[Errno \d+\] ([^:\n]+)", text):
+            return of_a_rank[1]
+        if "inline_container.cc" in text:  # there torch.save comes up short
+            return "is the disk full?"
+    return None
 
 
 def _cuda_is_available() -> bool:
