@@ -110,7 +110,7 @@ def save_checkpoint(engine, step, folder):
     """All ranks write their own partition, at the same time; then `latest` names it."""
     tag = f"step-{step:06d}"
     client_state = {"step": step, "global_batch": engine.train_batch_size()}
-    with settings.writing(folder / tag):  # a disk may be full
+    with settings.explain_writing(folder / tag):  # a disk may be full
         # DeepSpeed's rank 0 would write `latest` while another rank may still be writing
         engine.save_checkpoint(
             folder, tag, client_state=client_state, save_latest=False

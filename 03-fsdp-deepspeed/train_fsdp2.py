@@ -116,7 +116,7 @@ def save_checkpoint(model, optimizer, step, global_batch, folder):
     """All ranks write their own shards, at the same time."""
     path = folder / f"step-{step:06d}"
     state = state_of(model, optimizer, step, global_batch)
-    with settings.writing(path):  # a disk may be full
+    with settings.explain_writing(path):  # a disk may be full
         dcp.save(state, checkpoint_id=path)
 
 

@@ -131,7 +131,7 @@ def write_whole(path: Path) -> Iterator[BinaryIO]:
         OSError: the disk is full or cannot be written to; says so, and what to do.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with writing(path):
+    with explain_writing(path):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with temporary.open("wb") as file:
@@ -145,7 +145,7 @@ def write_whole(path: Path) -> Iterator[BinaryIO]:
 
 
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
+def explain_writing(path: Path) -> Iterator[None]:
     """For a block in which a library writes `path`: a full disk becomes a sentence.
 
     torch.save raises a RuntimeError of its own there, and torch's distributed checkpoints
