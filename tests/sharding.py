@@ -29,6 +29,7 @@ CONFIG = GPTConfig(layers=2, block_size=32)
 GLOBAL_BATCH = 12  # 1, 2 and 3 ranks have equal shares of it
 TRAIN_FSDP2 = scripts.ROOT / "03-fsdp-deepspeed" / "train_fsdp2.py"
 TRAIN_DEEPSPEED = TRAIN_FSDP2.with_name("train_deepspeed.py")
+EXACT_COUNTING = TRAIN_FSDP2.with_name("ds_config_exact_counting.json")
 WHOLE = sd.StateDictOptions(full_state_dict=True, cpu_offload=True)
 NO_CLIP = float("inf")
 
@@ -158,8 +159,8 @@ def fsdp2(
 
 
 def zero_config(stage: int, batch_size: int) -> dict:
-    """The script's ds_config.json at another stage and batch size per rank."""
-    config = json.loads(TRAIN_DEEPSPEED.with_name("ds_config.json").read_text())
+    """ds_config_exact_counting.json at another stage and batch size per rank."""
+    config = json.loads(EXACT_COUNTING.read_text())
     config["zero_optimization"]["stage"] = stage
     config["train_micro_batch_size_per_gpu"] = batch_size
     return config | {"gradient_clipping": 0.0}

@@ -82,6 +82,7 @@ NAMES = {
             "fp32_partitioned_groups_flat",
             "ds_tensor",
         ),
+        "test_stage_0_in_bf16_holds_float32_masters": ("fp32_groups",),
         "test_the_scripts_train_the_same_model": ("zero_optimization_stage",),
         "03-fsdp-deepspeed/03_*.ipynb": (
             "deepspeed.runtime.zero.stage_1_and_2.estimate_zero2_model_states_mem_needs",

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -130,27 +131,60 @@ def write_whole(path: Path) -> Iterator[BinaryIO]:
         OSError: the disk is full or cannot be written to; says so, and what to do.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with explain_writing(path):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with temporary.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())  # else the name may come before the data
+            os.replace(temporary, path)
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink()  # nothing is there if it has its name
+
+
+@contextlib.contextmanager
+def explain_writing(path: Path) -> Iterator[None]:
+    """For a block in which a library writes `path`: a full disk becomes a sentence.
+
+    torch.save raises a RuntimeError of its own there, and torch's distributed checkpoints
+    what failed on each rank, as text.
+
+    Raises:
+        OSError: as `cannot_write`.
+    """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())  # else the name may reach the disk before the data
-        os.replace(temporary, path)
-    except OSError as error:
-        raise cannot_write(path, error) from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()  # nothing is there if it has its name
+        yield
+    except BaseException as error:
+        if _reason(error):
+            raise cannot_write(path, error) from error
+        raise
 
 
 def cannot_write(path: Path, error: BaseException) -> OSError:
     """What to raise where `path`, a checkpoint or a result, cannot be written."""
-    reason = getattr(error, "strerror", None) or error
     return OSError(
-        f"{path} cannot be written ({reason}): name a folder that is writable and has "
-        "room. What was saved before is untouched."
+        f"{path} cannot be written ({_reason(error) or error}): name a folder that is "
+        "writable and has room. What was saved before is untouched."
     )
+
+
+def _reason(error: BaseException | None) -> str | None:
+    """Why nothing more could be written, if that is behind an error."""
+    errors = []
+    while error is not None:
+        errors.append(error)
+        error = error.__cause__ or error.__context__
+    for error in errors:
+        if isinstance(error, OSError) and error.strerror:
+            return error.strerror
+    for text in map(str, errors):
+        if of_a_rank := re.search(r"\[Errno \d+\] ([^:\n]+)", text):
+            return of_a_rank[1]
+        if "inline_container.cc" in text:  # there torch.save comes up short
+            return "is the disk full?"
+    return None
 
 
 def _cuda_is_available() -> bool:

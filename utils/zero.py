@@ -1,11 +1,24 @@
-"""What knows DeepSpeed from inside: loading it quietly, and the bytes an engine holds."""
+"""What knows DeepSpeed from inside: loading it, its checkpoints, an engine's bytes."""
 
 import contextlib
 import importlib
 import logging
 import os
+import pickle
+from pathlib import Path
 
 from utils import memory, settings
+
+# What `engine.load_checkpoint` raises for files that are damaged or missing, or of another
+# model; the KeyError is for one that another script has saved.
+LOAD_ERRORS = (
+    OSError,
+    EOFError,
+    RuntimeError,
+    AssertionError,
+    KeyError,
+    pickle.UnpicklingError,
+)
 
 
 def load_deepspeed():
@@ -30,14 +43,38 @@ def load_deepspeed():
     return deepspeed
 
 
+def is_universal(checkpoint: Path) -> bool:
+    """Whether a checkpoint was converted: then `zero` holds a folder per parameter."""
+    return (checkpoint / "zero").is_dir()
+
+
+def check_world_size(checkpoint: Path, world_size: int) -> None:
+    """Partitions are made for one world size; a universal checkpoint fits every one.
+
+    Source: https://www.deepspeed.ai/tutorials/universal-checkpointing/
+
+    Raises:
+        ValueError: the checkpoint was made for another; says how to convert it.
+    """
+    made_for = len(list(checkpoint.glob("*_optim_states.pt")))
+    if made_for not in (0, world_size) and not is_universal(checkpoint):
+        raise ValueError(
+            f"The checkpoint {checkpoint.name} was made for {made_for} workers, and there "
+            f"are {world_size}: convert it with `python -m deepspeed.checkpoint."
+            f"ds_to_universal --input_folder {checkpoint} --output_folder "
+            f"{checkpoint}-universal --inject_missing_state`, and write "
+            f"{checkpoint.name}-universal into the file `latest`."
+        )
+
+
 def zero_state_bytes(engine) -> memory.State:
     """Bytes of state that this rank holds for a DeepSpeed engine, its partition.
 
     Call it between `backward` and `step`. The optimizer's part contains the fp32 master
-    copy of the parameters, which stages 1 to 3 keep also where the model is fp32. Between
-    two passes stage 1 holds all gradients, and stage 2 those of whole weights: of one
-    that the border of two partitions cuts, both ranks hold all. In the last pass each
-    holds its partition.
+    copy of the parameters, which stages 1 to 3 keep also where the model is fp32, and
+    stage 0 where it is bf16. Between two passes stage 1 holds all gradients, and stage 2
+    those of whole weights: of one that the border of two partitions cuts, both ranks hold
+    all. In the last pass each holds its partition.
     """
     outer = engine.optimizer
     parameters = list(engine.module.parameters())
@@ -48,6 +85,7 @@ def zero_state_bytes(engine) -> memory.State:
     masters = [
         *getattr(outer, "single_partition_of_fp32_groups", []),
         *getattr(outer, "fp32_partitioned_groups_flat", []),
+        *(p for group in getattr(outer, "fp32_groups", []) for p in group),
     ]
     inner = getattr(outer, "optimizer", outer)
     return memory.State(
