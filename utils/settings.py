@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import os
+import pickle
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -130,27 +131,79 @@ def write_whole(path: Path) -> Iterator[BinaryIO]:
         OSError: the disk is full or cannot be written to; says so, and what to do.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with writing(path):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with temporary.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(
+                    file.fileno()
+                )  # else the name may reach the disk before the data
+            os.replace(temporary, path)
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink()  # nothing is there if it has its name
+
+
+@contextlib.contextmanager
+def writing(what: object) -> Iterator[None]:
+    """`with writing(path):` say so if `path`, or what you name, cannot be written.
+
+    Raises:
+        OSError: the disk is full or cannot be written to; says so, and what to do.
+    """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())  # else the name may reach the disk before the data
-        os.replace(temporary, path)
-    except OSError as error:
-        raise cannot_write(path, error) from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()  # nothing is there if it has its name
+        yield
+    except (OSError, RuntimeError) as error:
+        # torch.save goes on after the error of its file, and ends with one of its own
+        cause = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(cause, OSError):
+            raise
+        raise cannot_write(what, cause) from error
 
 
-def cannot_write(path: Path, error: BaseException) -> OSError:
-    """What to raise where `path`, a checkpoint or a result, cannot be written."""
+def cannot_write(what: object, error: BaseException) -> OSError:
+    """What to raise where `what`, a checkpoint or a result, cannot be written."""
     reason = getattr(error, "strerror", None) or error
     return OSError(
-        f"{path} cannot be written ({reason}): name a folder that is writable and has "
+        f"{what} cannot be written ({reason}): name a folder that is writable and has "
         "room. What was saved before is untouched."
     )
+
+
+@contextlib.contextmanager
+def reading(path: str | Path) -> Iterator[None]:
+    """`with reading(path):` load a checkpoint, and say so if it does not fit.
+
+    The errors are those that torch.load and load_state_dict raise for files that are cut,
+    empty, of another kind or of another model (tried in the tests). Others are mistakes of
+    the program, and pass.
+
+    Raises:
+        ValueError: the checkpoint is damaged, or of another model.
+        OSError: it is not there, or cannot be read.
+    """
+    mend = "name another folder, or start without --resume."
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise OSError(
+            f"There is no {path} to resume from: leave out --resume, or, on several "
+            "nodes, name a folder that all of them share."
+        ) from error
+    except OSError as error:
+        raise OSError(f"{path} cannot be read ({error.strerror}): {mend}") from error
+    except (EOFError, pickle.UnpicklingError) as error:
+        raise ValueError(
+            f"{path} is damaged, or was not written by torch.save: {mend}"
+        ) from error
+    except (RuntimeError, ValueError, LookupError, TypeError) as error:
+        reason = str(error).strip().splitlines()[-1].strip()
+        raise ValueError(
+            f"The checkpoint {path} is damaged or of another model "
+            f"({type(error).__name__}: {reason}): {mend}"
+        ) from error
 
 
 def _cuda_is_available() -> bool:
