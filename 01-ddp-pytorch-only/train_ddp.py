@@ -122,7 +122,7 @@ def load_checkpoint(path, model, optimizer):
     dist.broadcast_object_list(found)  # rank 0 saves: what it finds counts for all
     if not found[0]:
         return 0
-    with settings.reading(path):  # damaged or of another model: one sentence says so
+    with settings.explain_reading(path):  # it may be of another model
         state = torch.load(path, map_location="cpu", weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])

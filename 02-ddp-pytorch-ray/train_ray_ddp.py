@@ -103,12 +103,12 @@ def evaluate(model, test_set, rank, world_size, device):
 
 def report(model, optimizer, metrics):
     """Report to Ray Train, on every rank: it keeps rank 0's metrics and checkpoint."""
-    with settings.writing("The checkpoint"), tempfile.TemporaryDirectory() as folder:
+    full_disk = settings.explain_writing("The checkpoint")
+    with full_disk, tempfile.TemporaryDirectory() as folder:
         checkpoint = None
         if dist.get_rank() == 0:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            with Path(folder, "checkpoint.pt").open("wb") as file:
-                torch.save(state | metrics, file)
+            torch.save(state | metrics, Path(folder, "checkpoint.pt"))
             checkpoint = Checkpoint.from_directory(folder)
         ray.train.report(metrics, checkpoint=checkpoint)  # waits for all ranks
 
@@ -118,7 +118,7 @@ def load_latest(model, optimizer):
     checkpoint = ray.train.get_checkpoint()  # after a failure, or of a resumed run
     if not checkpoint:
         return 0
-    with settings.reading(checkpoint.path), checkpoint.as_directory() as folder:
+    with settings.explain_reading(checkpoint.path), checkpoint.as_directory() as folder:
         path = Path(folder, "checkpoint.pt")
         state = torch.load(path, map_location="cpu", weights_only=True)
         model.load_state_dict(state["model"])

@@ -11,8 +11,8 @@ from pathlib import Path
 from utils.settings import (
     check_writable,
     device,
+    explain_reading,
     local_path,
-    reading,
     storage_path,
 )
 
@@ -100,7 +100,7 @@ def find_checkpoint(folder: Path | None, resume: bool) -> Path | None:
     path = folder / "checkpoint.pt"
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     if resume:
-        with reading(path):
+        with explain_reading(path):
             path.open("rb").close()
     if path.exists() and not (resume or restarted):
         raise ValueError(

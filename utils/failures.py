@@ -58,8 +58,13 @@ def what_to_mend(failure: Exception) -> Exception | None:
     Args:
         failure: what `TorchTrainer.fit` raised, a `ray.train.TrainingFailedError`.
     """
-    causes = map(_cause, what_failed(failure))
-    return next((e for e in causes if isinstance(e, (ValueError, OSError))), None)
+    for error in what_failed(failure):
+        cause = _cause(error)
+        for kind in (ValueError, OSError):
+            if isinstance(cause, kind):
+                # Ray Data adds lines about its retries to what a task has said
+                return cause if cause is error else kind(str(cause).partition("\n")[0])
+    return None
 
 
 def what_failed(failure: Exception) -> list[Exception]:

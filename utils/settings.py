@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import errno
 import os
 import pickle
 import tempfile
@@ -131,15 +132,13 @@ def write_whole(path: Path) -> Iterator[BinaryIO]:
         OSError: the disk is full or cannot be written to; says so, and what to do.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with writing(path):
+    with explain_writing(path):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with temporary.open("wb") as file:
                 yield file
                 file.flush()
-                os.fsync(
-                    file.fileno()
-                )  # else the name may reach the disk before the data
+                os.fsync(file.fileno())  # else the name may come before the data
             os.replace(temporary, path)
         finally:
             with contextlib.suppress(OSError):
@@ -147,34 +146,34 @@ def write_whole(path: Path) -> Iterator[BinaryIO]:
 
 
 @contextlib.contextmanager
-def writing(what: object) -> Iterator[None]:
-    """`with writing(path):` say so if `path`, or what you name, cannot be written.
+def explain_writing(path: Path) -> Iterator[None]:
+    """For a block in which a library writes `path`: a full disk becomes a sentence.
+
+    torch.save raises a RuntimeError of its own there, and torch's distributed checkpoints
+    what failed on each rank, as text.
 
     Raises:
-        OSError: the disk is full or cannot be written to; says so, and what to do.
+        OSError: as `cannot_write`.
     """
     try:
         yield
-    except (OSError, RuntimeError) as error:
-        # torch.save goes on after the error of its file, and ends with one of its own
-        cause = error if isinstance(error, OSError) else error.__context__
-        if not isinstance(cause, OSError):
-            raise
-        raise cannot_write(what, cause) from error
+    except BaseException as error:
+        if _reason(error):
+            raise cannot_write(path, error) from error
+        raise
 
 
-def cannot_write(what: object, error: BaseException) -> OSError:
-    """What to raise where `what`, a checkpoint or a result, cannot be written."""
-    reason = getattr(error, "strerror", None) or error
+def cannot_write(path: Path, error: BaseException) -> OSError:
+    """What to raise where `path`, a checkpoint or a result, cannot be written."""
     return OSError(
-        f"{what} cannot be written ({reason}): name a folder that is writable and has "
-        "room. What was saved before is untouched."
+        f"{path} cannot be written ({_reason(error) or error}): name a folder that is "
+        "writable and has room. What was saved before is untouched."
     )
 
 
 @contextlib.contextmanager
-def reading(path: str | Path) -> Iterator[None]:
-    """`with reading(path):` load a checkpoint, and say so if it does not fit.
+def explain_reading(path: str | Path) -> Iterator[None]:
+    """For a block that loads a checkpoint: one that does not fit becomes a sentence.
 
     The errors are those that torch.load and load_state_dict raise for files that are cut,
     empty, of another kind or of another model (tried in the tests). Others are mistakes of
@@ -204,6 +203,21 @@ def reading(path: str | Path) -> Iterator[None]:
             f"The checkpoint {path} is damaged or of another model "
             f"({type(error).__name__}: {reason}): {mend}"
         ) from error
+
+
+def _reason(error: BaseException | None) -> str | None:
+    """Why nothing more could be written, if that is behind an error."""
+    errors = []
+    while error is not None:
+        errors.append(error)
+        error = error.__cause__ or error.__context__
+    for error in errors:
+        if isinstance(error, OSError) and error.strerror:
+            return error.strerror
+    refusals = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
+    said = {os.strerror(code): os.strerror(code) for code in refusals}
+    said["inline_container.cc"] = "is the disk full?"  # where torch.save comes up short
+    return next((said[t] for t in said for e in errors if t in str(e)), None)
 
 
 def _cuda_is_available() -> bool:
