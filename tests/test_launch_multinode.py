@@ -22,6 +22,7 @@ def test_port_in_use_is_said():
             env=os.environ | {"MASTER_PORT": str(port)},
             capture_output=True,
             text=True,
+            timeout=60,
         )
     assert done.returncode == 1
     assert done.stderr == f"Port {port} is in use: set MASTER_PORT to a free one.\n"
@@ -84,6 +85,7 @@ def test_nodes_on_one_machine_share_no_gpu(gpus, expected, tmp_path):
         env=os.environ | environment,
         capture_output=True,
         text=True,
+        timeout=60,
     )
     assert done.returncode == 0, done.stderr
     assert set(done.stdout.splitlines()) == expected
