@@ -42,7 +42,7 @@ def load_data(dataset, batch_size):
 def build(in_channels, lr, device):
     """The model, the same one wrapped with DDP, and its optimizer."""
     torch.manual_seed(0)
-    model = resnet18(in_channels).to(device)
+    model = resnet18(in_channels=in_channels).to(device)
     wrapped = DDP(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=lr, fused=True)
     return model, wrapped, optimizer

@@ -40,7 +40,7 @@ def load_data(dataset, batch_size):
 def build(in_channels, lr):
     """The model, the same one wrapped with DDP, and its optimizer."""
     torch.manual_seed(0)
-    model = resnet18(in_channels)
+    model = resnet18(in_channels=in_channels)
     wrapped = prepare_model(  # moves it to the device, too
         model, parallel_strategy_kwargs={"gradient_as_bucket_view": True}
     )
