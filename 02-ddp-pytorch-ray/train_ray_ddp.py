@@ -6,9 +6,6 @@ Runs on GPUs where there are any, else on CPUs, on this machine or on the cluste
 RAY_ADDRESS names.
 """
 
-import argparse
-import os
-import sys
 import tempfile
 from pathlib import Path
 
@@ -24,42 +21,61 @@ from ray.train import (
     RunConfig,
     ScalingConfig,
 )
-from ray.train.torch import (
-    TorchTrainer,
-    get_device,
-    prepare_data_loader,
-    prepare_model,
-)
+from ray.train.torch import TorchTrainer, get_device, prepare_data_loader, prepare_model
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Subset
 
-from utils import command_line, datasets, preflight, settings
-from utils.failures import NoRestartOnBadInput, what_to_mend
+from utils import command_line, datasets, failures, preflight, settings
 from utils.models import resnet18
 
 
-def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--num-workers", type=int, help="default: 2, or this machine's GPUs"
+def load_data(dataset, batch_size):
+    """This rank's share of the training images, in batches, and all test images."""
+    train_set = datasets.load(dataset, "train")
+    train_loader = DataLoader(train_set, batch_size, shuffle=True, drop_last=True)
+    train_loader = prepare_data_loader(train_loader)  # adds the DistributedSampler
+    return train_loader, datasets.load(dataset, "test")
+
+
+def build(in_channels, lr):
+    """The model, the same one wrapped with DDP, and its optimizer."""
+    torch.manual_seed(0)
+    model = resnet18(in_channels=in_channels)
+    wrapped = prepare_model(  # moves it to the device, too
+        model, parallel_strategy_kwargs={"gradient_as_bucket_view": True}
     )
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--batch-size", type=int, default=32, help="per worker")
-    parser.add_argument("--lr", type=float, default=3e-4, help="of AdamW")
-    parser.add_argument(
-        "--dataset", default="digits", help=", ".join(datasets.DATASETS)
-    )
-    parser.add_argument(
-        "--checkpoint-dir", type=settings.local_path, help="save there after each epoch"
-    )
-    parser.add_argument("--resume", action="store_true", help="from --checkpoint-dir")
-    parser.add_argument(
-        "--smoke-test", action="store_true", help="on CPU, also with GPUs"
-    )
-    args = parser.parse_args()
-    if args.smoke_test:
-        os.environ["WORKSHOP_MODE"] = "smoke"
-    return args
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=lr, fused=True)
+    return model, wrapped, optimizer
+
+
+def train_fn(config):
+    """What every worker runs, in a process group that Ray has set up."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    train_loader, test_set = load_data(config["dataset"], config["batch_size"])
+    model, wrapped, optimizer = build(test_set[0][0].shape[0], config["lr"])
+    history = []
+    for epoch in range(load_latest(model, optimizer), config["epochs"]):
+        if world_size > 1:
+            train_loader.sampler.set_epoch(epoch)  # another order in every epoch
+        else:
+            torch.manual_seed(epoch)  # a single worker shuffles without that sampler
+        loss = train_epoch(wrapped, optimizer, train_loader)
+        accuracy = evaluate(model, test_set, rank, world_size, get_device())
+        history.append({"epoch": epoch, "loss": loss, "accuracy": accuracy})
+        if rank == 0:
+            print(f"epoch {epoch + 1}: loss {loss:.3f}, test accuracy {accuracy:.1%}")
+        report(model, optimizer, history[-1])
+    return history
+
+
+def train_epoch(model, optimizer, train_loader):
+    """One pass over this rank's share of the images; the mean loss of all ranks."""
+    losses = []
+    for images, labels in train_loader:
+        losses.append(train_step(model, optimizer, images, labels))
+    loss = torch.stack(losses).mean()
+    dist.all_reduce(loss)  # sum over all ranks, which saw different images
+    return loss.item() / dist.get_world_size()
 
 
 def train_step(model, optimizer, images, labels):
@@ -85,40 +101,10 @@ def evaluate(model, test_set, rank, world_size, device):
     return (counts[0] / counts[1]).item()
 
 
-def load_latest(model):
-    """Load the latest checkpoint, if any; returns it, and the epoch to start at."""
-    checkpoint = ray.train.get_checkpoint()  # after a failure, or of a resumed run
-    if not checkpoint:
-        return None, 0
-    try:
-        with checkpoint.as_directory() as folder:
-            path = Path(folder, "checkpoint.pt")
-            state = torch.load(path, map_location="cpu", weights_only=True)
-        model.load_state_dict(state["model"])
-        if missing := {"optimizer", "epoch"} - state.keys():
-            raise KeyError(f"it has no {', '.join(sorted(missing))}")
-    except Exception as error:
-        reason = str(error).strip().splitlines()[-1].strip()
-        raise ValueError(
-            f"The checkpoint {checkpoint.path} is damaged or of another model "
-            f"({reason}): name another folder, or start without --resume."
-        ) from None
-    return state, state["epoch"] + 1
-
-
-def train_epoch(model, optimizer, train_loader):
-    """One pass over this rank's share of the images; the mean loss of all ranks."""
-    losses = []
-    for images, labels in train_loader:
-        losses.append(train_step(model, optimizer, images, labels))
-    loss = torch.stack(losses).mean()
-    dist.all_reduce(loss)  # sum over all ranks, which saw different images
-    return loss.item() / dist.get_world_size()
-
-
 def report(model, optimizer, metrics):
     """Report to Ray Train, on every rank: it keeps rank 0's metrics and checkpoint."""
-    with tempfile.TemporaryDirectory() as folder:
+    full_disk = settings.explain_writing("The checkpoint")
+    with full_disk, tempfile.TemporaryDirectory() as folder:
         checkpoint = None
         if dist.get_rank() == 0:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -127,64 +113,30 @@ def report(model, optimizer, metrics):
         ray.train.report(metrics, checkpoint=checkpoint)  # waits for all ranks
 
 
-def train_fn(config):
-    """What every worker runs, in a process group that Ray has set up."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    train_set = datasets.load(config["dataset"], "train")
-    test_set = datasets.load(config["dataset"], "test")
-    train_loader = DataLoader(
-        train_set, batch_size=config["batch_size"], shuffle=True, drop_last=True
-    )
-    train_loader = prepare_data_loader(train_loader)  # adds the DistributedSampler
-    torch.manual_seed(0)
-    model = resnet18(in_channels=train_set[0][0].shape[0])
-    state, first_epoch = load_latest(model)
-    wrapped = prepare_model(  # moves it to the device and wraps it with DDP
-        model, parallel_strategy_kwargs={"gradient_as_bucket_view": True}
-    )
-    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=config["lr"], fused=True)
-    if state:
+def load_latest(model, optimizer):
+    """Go on from the latest checkpoint, if any; returns the epoch to start at."""
+    checkpoint = ray.train.get_checkpoint()  # after a failure, or of a resumed run
+    if not checkpoint:
+        return 0
+    with settings.explain_reading(checkpoint.path), checkpoint.as_directory() as folder:
+        path = Path(folder, "checkpoint.pt")
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-
-    history = []
-    for epoch in range(first_epoch, config["epochs"]):
-        if world_size > 1:
-            train_loader.sampler.set_epoch(epoch)  # another order in every epoch
-        else:
-            torch.manual_seed(epoch)  # a single worker shuffles without that sampler
-        loss = train_epoch(wrapped, optimizer, train_loader)
-        accuracy = evaluate(model, test_set, rank, world_size, get_device())
-        history.append({"epoch": epoch, "loss": loss, "accuracy": accuracy})
-        if rank == 0:
-            print(f"epoch {epoch + 1}: loss {loss:.3f}, test accuracy {accuracy:.1%}")
-        report(model, optimizer, history[-1])
-    return history
+        return state["epoch"] + 1
 
 
-def set_up(args):
-    """Everything that can be wrong with how the script was called, checked first."""
-    command_line.check_counts(
-        epochs=args.epochs, batch_size=args.batch_size, num_workers=args.num_workers
-    )
-    num_workers = args.num_workers or settings.num_workers()
-    size = len(datasets.load(args.dataset, "train"))
-    if size < args.batch_size * num_workers:
-        raise ValueError(
-            f"One batch of {args.batch_size} for each of {num_workers} workers is more "
-            f"than the {size} training images: lower --batch-size."
-        )
-    run = command_line.find_run("train_ray_ddp", args.checkpoint_dir, args.resume)
-    start_ray(num_workers, log_to_driver=True)
-    preflight.check_shared(run[1])
-    return num_workers, *run
+def parse_args():
+    parser = command_line.Parser(__doc__)
+    add, count = parser.add_argument, command_line.count
+    add("--num-workers", type=count, help="default: 2, or this machine's GPUs")
+    add("--epochs", type=count, default=3)
+    add("--dataset", default="digits", help=", ".join(datasets.DATASETS))
+    return parser.parse_args()
 
 
-def main():
-    args = parse_args()
-    try:
-        num_workers, name, folder = set_up(args)
-    except (ValueError, OSError, RuntimeError) as problem:
-        sys.exit(f"train_ray_ddp.py: {problem}")
+def fit(args, num_workers, name, folder):
+    """Let Ray start `train_fn` on all workers, and once more if one of them dies."""
     trainer = TorchTrainer(
         train_fn,
         train_loop_config=vars(args),
@@ -195,19 +147,27 @@ def main():
             name=name,
             storage_path=str(folder),
             checkpoint_config=CheckpointConfig(num_to_keep=1),
-            failure_config=FailureConfig(max_failures=1),  # one restart
-            callbacks=[NoRestartOnBadInput()],
+            failure_config=FailureConfig(max_failures=1),
+            callbacks=[failures.NoRestartOnBadInput()],
         ),
     )
-    try:
-        result = trainer.fit()
-    except ray.train.TrainingFailedError as failure:
-        ray.shutdown()  # ends the workers' logs: what went wrong stands below them
-        if problem := what_to_mend(failure):
-            sys.exit(f"train_ray_ddp.py: {problem}")
-        raise
+    return trainer.fit()
+
+
+def main():
+    args = parse_args()
+    num_workers = args.num_workers or settings.num_workers()
+    size = len(datasets.load(args.dataset))
+    command_line.check_batch_size(args.batch_size, size, num_workers)
+    name, folder = command_line.find_run(
+        "train_ray_ddp", args.checkpoint_dir, args.resume
+    )
+    start_ray(num_workers, log_to_driver=True)
+    preflight.check_shared(folder)
+    with failures.in_a_sentence():
+        result = fit(args, num_workers, name, folder)
     print(f"Trained. The last checkpoint is in {result.checkpoint.path}")
 
 
 if __name__ == "__main__":
-    main()
+    command_line.run(main)

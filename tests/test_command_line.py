@@ -96,3 +96,26 @@ def test_a_mistake_of_ours_keeps_its_traceback(tmp_path):
     )
     assert "Traceback" in done.stderr
     assert done.stderr.endswith("ZeroDivisionError: division by zero\n")
+
+
+def test_batches_larger_than_a_shard_are_refused():
+    command_line.check_batch_size(50, 100, 2)
+    with pytest.raises(ValueError, match="each of 2 workers gets 50 of the 101 rows"):
+        command_line.check_batch_size(51, 101, 2)
+
+
+def test_a_checkpoint_is_gone_on_from_where_that_is_meant(tmp_path, monkeypatch):
+    """By --resume, or since torchrun has started the run again."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    find, path = command_line.find_checkpoint, tmp_path / "runs" / "checkpoint.pt"
+    assert find(None, False) is None
+    assert find(path.parent, False) == path
+    with pytest.raises(OSError, match=r"no \S+checkpoint.pt to resume from: leave out"):
+        find(path.parent, True)
+    path.write_text("of an earlier run")
+    assert find(path.parent, True) == path
+    with pytest.raises(ValueError, match="add --resume to go on from it"):
+        find(path.parent, False)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert find(path.parent, False) == path

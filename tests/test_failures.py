@@ -28,10 +28,8 @@ def test_what_a_worker_says_is_wrong_is_found():
         (ValueError("a sentence"), True),
         (ray.exceptions.RayTaskError("f", "", OSError("a damaged page")), True),
         (ray.exceptions.RayTaskError("f", "", pa.ArrowInvalid("damaged")), True),
-        (
-            ray.exceptions.RayTaskError("f", "", ray.exceptions.UserCodeException()),
-            True,
-        ),
+        (ray.exceptions.RayTaskError("f", "", ValueError("a sentence")), True),
+        (OSError(28, "No space left on device"), False),  # a disk may get room again
         (ray.exceptions.RayActorError(), False),
         (RuntimeError("Connection closed by peer"), False),  # a rank whose peer died
         (
@@ -50,3 +48,58 @@ def test_bad_input_ends_a_run_and_a_death_does_not(error, ends):
             callback.after_exception(None, errors)
     else:
         callback.after_exception(None, errors)
+
+
+def task_error(cause):
+    return ray.exceptions.RayTaskError("f", "", cause).as_instanceof_cause()
+
+
+def test_of_what_a_task_said_the_first_line_is_the_sentence():
+    """Ray Data adds others, about retries."""
+    error = task_error(ValueError("a sentence\nFailed after 1/1 attempts"))
+    failure = WorkerGroupError("failed", {0: error})
+    found = failures.what_to_mend(failure)
+    assert type(found) is ValueError
+    assert str(found) == "a sentence"
+
+
+@pytest.fixture
+def no_shutdown(monkeypatch):
+    ended = []
+    monkeypatch.setattr(ray, "shutdown", lambda: ended.append(True))
+    return ended
+
+
+def test_a_run_ends_with_the_sentence_below_all_logs(no_shutdown):
+    failure = WorkerGroupError("failed", {0: ValueError("a sentence")})
+    with pytest.raises(ValueError, match="a sentence") as raised:
+        with failures.in_a_sentence():
+            raise failure
+    assert raised.value.__cause__ is failure
+    assert no_shutdown == [True]
+
+
+def test_a_bug_keeps_its_traceback(no_shutdown):
+    failure = WorkerGroupError("failed", {0: TypeError("a bug")})
+    with pytest.raises(WorkerGroupError), failures.in_a_sentence():
+        raise failure
+
+
+@pytest.mark.parametrize(
+    ("error", "read"),
+    [
+        (task_error(OSError("a damaged page")), True),
+        (task_error(pa.ArrowInvalid("a damaged page")), True),
+        (task_error(ValueError("An image is corrupt")), False),
+        (OSError(28, "No space left on device"), False),
+    ],
+)
+def test_only_what_a_task_could_not_read_has_the_data_read_again(
+    error, read, no_shutdown
+):
+    """Else a full disk, or a missing folder to resume, would cost a pass over all data."""
+    again = []
+    with pytest.raises((ValueError, OSError)):
+        with failures.in_a_sentence(lambda: again.append(True)):
+            raise WorkerGroupError("failed", {0: error})
+    assert again == [True] * read

@@ -174,6 +174,8 @@ def test_functions_of_the_ray_notebook_are_those_of_the_script():
     script = scripts.TRAIN_RAY_DDP.read_text()
     path = scripts.TRAIN_RAY_DDP.parent / "02_ray_train_ddp.ipynb"
     ours = {
+        "load_data",
+        "build",
         "train_step",
         "train_epoch",
         "evaluate",
@@ -185,12 +187,6 @@ def test_functions_of_the_ray_notebook_are_those_of_the_script():
     for name in ours:
         theirs = ast.parse(function_source(script, name)).body[0]
         assert ast.dump(shown[name]) == ast.dump(theirs), name
-
-
-@pytest.mark.parametrize("name", ["train_step", "evaluate"])
-def test_functions_of_both_scripts_are_equal(name):
-    sources = [p.read_text() for p in (scripts.TRAIN_DDP, scripts.TRAIN_RAY_DDP)]
-    assert len({function_source(source, name) for source in sources}) == 1
 
 
 @pytest.fixture(scope="module")

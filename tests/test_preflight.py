@@ -124,9 +124,3 @@ def test_data_that_only_some_nodes_have_are_refused(started, tmp_path, monkeypat
 
 def read_only(*_):
     raise OSError(30, "Read-only file system")
-
-
-def test_batches_larger_than_a_shard_are_refused():
-    preflight.check_batch_size(50, 100, 2)
-    with pytest.raises(ValueError, match="each of 2 workers gets 50 of the 101 rows"):
-        preflight.check_batch_size(51, 101, 2)

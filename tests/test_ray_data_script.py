@@ -1,7 +1,5 @@
 """train_ray_ddp_with_ray_data.py: a whole run with damaged data, and every bad input."""
 
-import argparse
-import inspect
 import io
 import re
 import shutil
@@ -9,6 +7,7 @@ import struct
 import subprocess
 import sys
 import zlib
+from unittest.mock import Mock
 
 from utils.cluster import start_ray
 
@@ -67,37 +66,36 @@ def whole_files(damaged, tmp_path_factory):
     return folder
 
 
-def options(**changes):
-    """The command line's defaults, with changes."""
-    defaults = {"num_workers": 1, "num_epochs": 1, "batch_size": 32}
-    defaults |= {"data_size_gb": 0.01, "on_corrupt": "fail"}
-    defaults |= {"checkpoint_dir": None, "resume": False, "data_path": None}
-    return argparse.Namespace(**defaults | changes)
+@pytest.fixture
+def own_ray(monkeypatch):
+    """One Ray for all runs here, which a run that fails would end."""
+    start_ray(2)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
 
 
-def run(*arguments, **environment):
-    return subprocess.run(
-        [sys.executable, scripts.TRAIN_RAY_DDP_WITH_RAY_DATA, *map(str, arguments)],
-        env=scripts.environment() | environment,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+@pytest.fixture(scope="module", autouse=True)
+def end_ray():
+    yield
+    ray.shutdown()
 
 
-def test_what_both_scripts_have_is_the_same():
-    other = scripts.load(scripts.TRAIN_RAY_DDP)
-    for name in ("train_step", "load_latest", "report"):
-        ours, theirs = getattr(script, name), getattr(other, name)
-        assert inspect.getsource(ours) == inspect.getsource(theirs)
+@pytest.fixture
+def call(monkeypatch):
+    """A function that runs the script here, with arguments."""
+
+    def main(*arguments) -> None:
+        monkeypatch.setattr(sys, "argv", [script.__name__, *map(str, arguments)])
+        script.main()
+
+    return main
 
 
 @pytest.mark.slow
-def test_a_run_leaves_out_and_counts_what_is_corrupt(damaged, tmp_path, monkeypatch):
+def test_a_run_leaves_out_and_counts_what_is_corrupt(damaged, tmp_path, call):
     """3 files of 48 rows are whole: 144 rows, 72 for each worker, 4 batches of 18."""
     arguments = ["--data-path", damaged, "--on-corrupt", "skip", "--num-workers", 2]
-    arguments += ["--num-epochs", 2, "--batch-size", 18, "--smoke-test"]
-    done = run(*arguments, "--checkpoint-dir", tmp_path)
+    arguments += ["--num-epochs", 2, "--batch-size", 18, "--checkpoint-dir", tmp_path]
+    done = launch(*arguments)
     assert done.returncode == 0, done.stderr
     assert "imported before utils.cluster" not in done.stderr
     assert re.search(r"Left out 2 corrupt file.*-00003\.par.*-00004\.par", done.stdout)
@@ -108,67 +106,58 @@ def test_a_run_leaves_out_and_counts_what_is_corrupt(damaged, tmp_path, monkeypa
     assert len(epochs) == 2
     assert set(epochs) == {("4", "144", "1")}
     assert len(list(tmp_path.glob("*/checkpoint_2*"))) == 1  # of the last epoch
-    again = [scripts.TRAIN_RAY_DDP_WITH_RAY_DATA.name, "--checkpoint-dir", tmp_path]
-    monkeypatch.setattr(sys, "argv", [str(part) for part in again])
-    with pytest.raises(SystemExit, match="holds an earlier run: add --resume"):
-        script.main()  # it is refused before Ray starts
+    with pytest.raises(ValueError, match="holds an earlier run: add --resume"):
+        call("--checkpoint-dir", tmp_path)  # it is refused before Ray starts
 
 
-def fails_with(done, sentence):
-    expected = rf"train_ray_ddp_with_ray_data\.py: {sentence} .+ --on-corrupt skip\."
-    return done.returncode == 1 and re.fullmatch(expected, done.stderr.splitlines()[-1])
-
-
-@pytest.mark.slow
-def test_a_run_that_meets_a_damaged_page_names_the_file(damaged, tmp_path):
-    """Behind a whole footer: it is found once the run has begun."""
-    for number in (1, 2, 4):
-        shutil.copy(damaged / f"shard-{number:05}.parquet", tmp_path)
-    done = run("--data-path", tmp_path, "--smoke-test", "--batch-size", 8)
-    sentence = r"\S+shard-00004\.parquet is not a whole Parquet file"
-    assert fails_with(done, sentence), done.stderr
-
-
-@pytest.mark.slow
-def test_a_run_on_its_own_data_keeps_what_it_saved_when_that_is_damaged(tmp_path):
-    """It generates, trains, is resumed and fails, and goes on with the data mended."""
-    arguments = ["--data-size-gb", 0.004, "--num-workers", 1, "--smoke-test"]
-    arguments += ["--checkpoint-dir", tmp_path / "runs", "--num-epochs"]
-    home = {"WORKSHOP_STORAGE": str(tmp_path)}
-    done = run(*arguments, 1, **home)
-    assert done.returncode == 0, done.stderr
-    assert re.search(
-        r"epoch 1: .*rows 128, corrupt 0, accuracy 0\.\d+, \d+ rows per", done.stdout
+def launch(*arguments) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, scripts.TRAIN_RAY_DDP_WITH_RAY_DATA, *map(str, arguments)],
+        env=scripts.environment(),
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
+
+
+@pytest.mark.slow
+def test_a_run_ends_with_the_sentence_of_a_task(whole_files):
+    """The last thing that one reads, below what Ray's workers say."""
+    done = launch("--data-path", whole_files, "--num-workers", 1)
+    assert done.returncode == 1
+    expected = (
+        rf"{scripts.TRAIN_RAY_DDP_WITH_RAY_DATA.name}: An image in \S+-00000\.parquet is "
+        r"corrupt .+ --on-corrupt skip\."
+    )
+    assert re.fullmatch(expected, done.stderr.splitlines()[-1]), done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("own_ray")
+def test_a_run_on_its_own_data_keeps_what_it_saved_when_that_is_damaged(
+    tmp_path, call, monkeypatch
+):
+    """It generates, trains, is resumed and fails, and goes on with the data mended."""
+    monkeypatch.setenv("WORKSHOP_STORAGE", str(tmp_path))
+    arguments = ["--data-size-gb", 0.004, "--num-workers", 1, "--batch-size", 64]
+    arguments += ["--checkpoint-dir", tmp_path / "runs", "--num-epochs"]
+    call(*arguments, 1)
     (saved,) = tmp_path.glob("runs/*/checkpoint_*/checkpoint.pt")
-    before = saved.read_bytes()
+    state, before = torch.load(saved, weights_only=True), saved.read_bytes()
+    assert (state["epoch"], state["rows"], state["corrupt"]) == (0, 128, 0)
+    assert 0 < state["accuracy"] < 1
 
     (shard,) = tmp_path.glob("digits-224/train-*/shard-*.parquet")
-    whole, table = shard.read_bytes(), pq.read_table(shard)
-    images = table["image"].to_pylist()
-    images[7] = images[7][:100]
-    pq.write_table(table.set_column(1, table.schema.field(1), pa.array(images)), shard)
-    done = run(*arguments, 2, "--resume", **home)
-    assert fails_with(done, rf"An image in \S+{shard.name} is corrupt"), done.stderr
-    assert saved.read_bytes() == before
-
-    write_with_a_damaged_page(shard, table)
-    done = run(*arguments, 2, "--resume", "--data-path", shard, **home)
-    sentence = rf"\S+{shard.name} is not a whole Parquet file"
-    assert fails_with(done, sentence), done.stderr
+    whole = shard.read_bytes()
+    write_with_a_damaged_page(shard, pq.read_table(shard))
+    with pytest.raises(ValueError, match=rf"{shard.name} is not a whole Parquet file"):
+        call(*arguments, 2, "--resume", "--data-path", shard)
     assert saved.read_bytes() == before
 
     shard.write_bytes(whole)
-    done = run(*arguments, 2, "--resume", **home)
-    assert done.returncode == 0, done.stderr
-    assert "epoch 2: " in done.stdout
-    assert "epoch 1: " not in done.stdout
-
-
-def test_only_what_a_task_could_not_read_has_the_data_read_again():
-    """Else a full disk, or a missing folder to resume, would cost a pass over all data."""
-    full = OSError(28, "No space left on device")
-    assert script.explain(full, "/nowhere") is full
+    call(*arguments, 2, "--resume")
+    (saved,) = tmp_path.glob("runs/*/checkpoint_*/checkpoint.pt")
+    assert torch.load(saved, weights_only=True)["epoch"] == 1
 
 
 def test_decode_gives_black_and_a_label_that_the_loss_ignores():
@@ -252,20 +241,13 @@ def test_an_epoch_stays_on_its_device(monkeypatch):
     assert stepped == [device] * 2
 
 
-@pytest.fixture(scope="module")
-def own_ray():
-    start_ray(1)
-    yield
-    ray.shutdown()
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("own_ray")
-class TestSetUp:
+class TestReading:
     def test_a_corrupt_image_fails_with_the_name_of_its_file(self, whole_files):
         dataset, rows = script.read_images(str(whole_files), "fail")
         assert rows == 3 * 48
-        with pytest.raises(Exception, match=r"shard-00000\.parquet is corrupt"):
+        with pytest.raises(ValueError, match=r"shard-00000\.parquet is corrupt"):
             dataset.take_all()
 
     def test_a_corrupt_image_is_counted(self, whole_files):
@@ -280,60 +262,73 @@ class TestSetUp:
         (operator,) = re.findall(r"Operator \d+ (.+?):", stats)
         assert operator == "ReadParquet->MapBatches(decode)"
 
-    def test_a_cut_file_fails_with_its_name(self, damaged):
-        with pytest.raises(ValueError, match=r"shard-00003\.parquet is not a whole"):
-            script.set_up(options(data_path=str(damaged)))
-
-    def test_a_path_that_does_not_exist_is_named(self, tmp_path):
-        with pytest.raises(OSError, match=r"nowhere cannot be read"):
-            script.set_up(options(data_path=str(tmp_path / "nowhere")))
-
-    def test_batches_larger_than_a_shard_are_refused(self, whole_files):
-        with pytest.raises(ValueError, match="The batch size is 145, but each of 1"):
-            script.set_up(options(data_path=str(whole_files), batch_size=145))
-
-    def test_columns_that_are_missing_are_named(self, tmp_path):
-        pq.write_table(
-            pa.table({"picture": [b""], "label": [1]}), tmp_path / "a.parquet"
-        )
-        with pytest.raises(ValueError, match="has no column image"):
-            script.set_up(options(data_path=str(tmp_path)))
-
-    def test_no_cpu_to_decode_with_is_said(self, whole_files, monkeypatch):
+    def test_no_cpu_to_decode_with_is_said(self, whole_files, call, monkeypatch):
         monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 1})
         with pytest.raises(ValueError, match="none is left to read and decode"):
-            script.set_up(options(data_path=str(whole_files)))
+            call("--data-path", whole_files)
+
+    def test_more_workers_than_the_cluster_has_room_for_are_refused(
+        self, whole_files, call
+    ):
+        with pytest.raises(ValueError, match="asks for 99 workers"):
+            call("--data-path", whole_files, "--num-workers", 99)
 
     def test_all_nodes_have_to_share_both_folders(
-        self, whole_files, tmp_path, monkeypatch
+        self, whole_files, tmp_path, call, monkeypatch
     ):
         asked = []
         monkeypatch.setattr(script.preflight, "check_shared", asked.append)
-        script.set_up(options(data_path=str(whole_files), checkpoint_dir=tmp_path))
+        monkeypatch.setattr(script, "fit", lambda *_: Mock())
+        call("--data-path", whole_files, "--checkpoint-dir", tmp_path)
         assert asked == [tmp_path, str(whole_files)]
 
-    def test_more_workers_than_the_cluster_has_room_for_are_refused(self, whole_files):
-        with pytest.raises(ValueError, match="asks for 99 workers"):
-            script.set_up(options(data_path=str(whole_files), num_workers=99))
+
+@pytest.fixture
+def no_ray(monkeypatch):
+    """To say what is wrong with the data it needs none, once it has started."""
+    for name in ("start_ray", "preflight"):
+        monkeypatch.setattr(script, name, Mock())
 
 
-def test_more_data_than_the_disk_holds_is_refused_before_writing():
-    with pytest.raises(OSError, match=r"1e\+09 GB more do not fit the disk"):
-        script.set_up(options(data_size_gb=1e9))
+@pytest.mark.usefixtures("no_ray")
+class TestBadInput:
+    def test_a_cut_file_fails_with_its_name(self, damaged, call):
+        with pytest.raises(ValueError, match=r"shard-00003\.parquet is not a whole"):
+            call("--data-path", damaged)
+
+    def test_a_path_that_does_not_exist_is_named(self, tmp_path, call):
+        with pytest.raises(OSError, match=r"nowhere cannot be read"):
+            call("--data-path", tmp_path / "nowhere")
+
+    def test_columns_that_are_missing_are_named(self, tmp_path, call):
+        table = pa.table({"picture": [b""], "label": [1]})
+        pq.write_table(table, tmp_path / "a.parquet")
+        with pytest.raises(ValueError, match="has no column image"):
+            call("--data-path", tmp_path)
+
+    def test_batches_larger_than_a_shard_are_refused(
+        self, whole_files, call, monkeypatch
+    ):
+        monkeypatch.setattr(script, "read_images", lambda *_: (None, 3 * 48))
+        with pytest.raises(ValueError, match="The batch size is 145, but each of 1"):
+            call("--data-path", whole_files, "--batch-size", 145, "--num-workers", 1)
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("arguments", "sentence"),
     [
-        ({"resume": True}, "--resume needs --checkpoint-dir"),
-        ({"resume": True, "checkpoint_dir": "empty"}, "There is no run in .*empty"),
-        ({"checkpoint_dir": "a_file/folder"}, "cannot be written to"),
-        ({"num_epochs": 0}, "--num-epochs is 0, but has to be at least 1"),
+        (["--resume"], "--resume needs --checkpoint-dir"),
+        (["--resume", "--checkpoint-dir", "empty"], "There is no run in .*empty"),
+        (["--checkpoint-dir", "a_file/folder"], "cannot be written to"),
+        (["--num-epochs", 0], "--num-epochs: it is 0, but has to be a whole number"),
+        (["--data-size-gb", 1e9], r"1e\+09 GB more do not fit the disk"),
     ],
 )
-def test_wrong_options_are_named(changes, sentence, tmp_path):
+def test_wrong_options_are_named(arguments, sentence, tmp_path, call, monkeypatch):
+    """Before Ray starts, or anything is written."""
+    monkeypatch.setattr(script, "start_ray", None)
+    monkeypatch.setenv("WORKSHOP_STORAGE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "a_file").write_text("")
-    if folder := changes.get("checkpoint_dir"):
-        changes = changes | {"checkpoint_dir": tmp_path / folder}
     with pytest.raises((ValueError, OSError), match=sentence):
-        script.set_up(options(**changes))
+        call(*arguments)

@@ -8,7 +8,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from utils.settings import check_writable, local_path, storage_path
+from utils.settings import (
+    check_writable,
+    device,
+    explain_reading,
+    local_path,
+    storage_path,
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -78,6 +84,70 @@ def find_run(name: str, folder: Path | None, resume: bool) -> tuple[str, Path]:
         )
     check_writable(folder)
     return name, folder
+
+
+def find_checkpoint(folder: Path | None, resume: bool) -> Path | None:
+    """The file in `folder` that a run under torchrun saves to, and goes on from.
+
+    It is there when torchrun has started the run again, too.
+
+    Raises:
+        ValueError: it holds an earlier run, and is not to be resumed.
+        OSError: there is nothing to resume, or `folder` cannot be written to.
+    """
+    if not folder:
+        return None
+    path = folder / "checkpoint.pt"
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if resume:
+        with explain_reading(path):
+            path.open("rb").close()
+    if path.exists() and not (resume or restarted):
+        raise ValueError(
+            f"{path} is the checkpoint of an earlier run: add --resume to go on from it, "
+            "or name another folder."
+        )
+    if os.environ["RANK"] == "0":
+        check_writable(folder)
+    return path
+
+
+def check_torchrun() -> int:
+    """Check that torchrun has started this process; returns how many it has started.
+
+    Raises:
+        ValueError: it has not, or it has started more of them than there are GPUs.
+    """
+    if "RANK" not in os.environ:
+        script = Path(sys.argv[0]).name
+        raise ValueError(
+            f"start me with torchrun: torchrun --nproc_per_node=2 {script}"
+        )
+    if device().type == "cuda":
+        import torch
+
+        num_gpus = torch.cuda.device_count()
+        if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > num_gpus:  # on all ranks alike
+            raise ValueError(
+                f"There are more workers than GPUs ({num_gpus}): lower "
+                "--nproc_per_node, or add --smoke-test to run on the CPU."
+            )
+    return int(os.environ["WORLD_SIZE"])
+
+
+def check_batch_size(batch_size: int, num_rows: int, num_workers: int) -> None:
+    """Check that every worker gets at least one whole batch.
+
+    Raises:
+        ValueError: its shard, a `num_workers`-th of the rows, is smaller.
+    """
+    shard = num_rows // num_workers
+    if batch_size > shard:
+        raise ValueError(
+            f"The batch size is {batch_size}, but each of {num_workers} workers gets "
+            f"{shard} of the {num_rows} rows: lower --batch-size or the number of "
+            "workers, or use more data."
+        )
 
 
 def run(main: Callable[[], None]) -> None:

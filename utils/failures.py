@@ -1,8 +1,13 @@
 """What failed in a run of Ray Train, and whether a sentence says how to mend it."""
 
+import contextlib
+from collections.abc import Callable, Iterator
+
 import pyarrow as pa
 import ray
-from ray.train import UserCallback
+from ray.train import TrainingFailedError, UserCallback
+
+UNREADABLE = (OSError, pa.ArrowException)
 
 
 class NoRestartOnBadInput(UserCallback):
@@ -15,27 +20,67 @@ class NoRestartOnBadInput(UserCallback):
 
     def after_exception(self, run_context, worker_exceptions) -> None:
         """Raises the first such error. Runs in Ray Train's controller."""
-        unreadable = (OSError, pa.ArrowException, ray.exceptions.UserCodeException)
         for error in worker_exceptions.values():
-            in_task = isinstance(error, ray.exceptions.RayTaskError)
-            if isinstance(error, ValueError) or (
-                in_task and isinstance(error.cause, (ValueError, *unreadable))
-            ):
+            if isinstance(_cause(error), ValueError) or _could_not_read(error):
                 raise error
 
 
+@contextlib.contextmanager
+def in_a_sentence(read_again: Callable[[], object] | None = None) -> Iterator[None]:
+    """`with in_a_sentence(): trainer.fit()` raises what is to be mended, if that is known.
+
+    The same holds for a task of Ray Data outside of `fit`.
+
+    Ends Ray before, and with it the workers' logs: what went wrong stands below them.
+
+    Args:
+        read_again: what finds the damage if a task of Ray Data could not read its file,
+            and raises it in a sentence.
+
+    Raises:
+        ValueError, OSError: what a worker or a task said.
+        ray.train.TrainingFailedError, RayTaskError: none said anything of that kind.
+    """
+    try:
+        yield
+    except (TrainingFailedError, ray.exceptions.RayTaskError) as failure:
+        ray.shutdown()
+        if read_again and any(map(_could_not_read, what_failed(failure))):
+            read_again()
+        if problem := what_to_mend(failure):
+            raise problem from failure
+        raise
+
+
 def what_to_mend(failure: Exception) -> Exception | None:
-    """The error of a worker that says in a sentence what is wrong, if one failed so.
+    """The error of a worker or task that says in a sentence what is wrong, if one did.
 
     Args:
         failure: what `TorchTrainer.fit` raised, a `ray.train.TrainingFailedError`.
     """
-    errors = what_failed(failure)
-    return next((e for e in errors if isinstance(e, (ValueError, OSError))), None)
+    for error in what_failed(failure):
+        cause = _cause(error)
+        for kind in (ValueError, OSError):
+            if isinstance(cause, kind):
+                # Ray Data adds lines about its retries to what a task has said
+                return cause if cause is error else kind(str(cause).partition("\n")[0])
+    return None
 
 
 def what_failed(failure: Exception) -> list[Exception]:
-    """The errors of workers behind a `ray.train.TrainingFailedError`."""
+    """The errors of workers behind a TrainingFailedError; another error as it is."""
+    if not isinstance(failure, TrainingFailedError):
+        return [failure]
     errors = getattr(failure, "worker_failures", {}).values()
     # what a callback made of them, as `NoRestartOnBadInput` does
     return [*errors, *filter(None, [getattr(failure, "controller_failure", None)])]
+
+
+def _cause(error: Exception) -> Exception:
+    """The error that a task raised, as it was; or that of a worker itself."""
+    return error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+
+
+def _could_not_read(error: Exception) -> bool:
+    """Whether it is that of a task of Ray Data; a worker's may be a full disk."""
+    return _cause(error) is not error and isinstance(_cause(error), UNREADABLE)

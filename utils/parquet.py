@@ -95,3 +95,12 @@ def check_parquet(
         raise ValueError("All Parquet files are corrupt: there is nothing to train on.")
     num_rows = sum(footer.num_rows for footer in whole.values())
     return list(whole), num_rows, [file for file in files if file not in whole]
+
+
+def check_pages(path: str, columns: list[str]) -> None:
+    """Read `columns` of the Parquet files at `path`, to find out which one is damaged.
+
+    Raises:
+        ValueError, OSError: as `find_parquet` and `check_parquet` do.
+    """
+    check_parquet(*find_parquet(path), columns, pages=True)

@@ -68,21 +68,6 @@ def check_spare_cpus(num_workers: int) -> None:
         )
 
 
-def check_batch_size(batch_size: int, num_rows: int, num_workers: int) -> None:
-    """Check that every worker gets at least one whole batch.
-
-    Raises:
-        ValueError: its shard, a `num_workers`-th of the rows, is smaller.
-    """
-    shard = num_rows // num_workers
-    if batch_size > shard:
-        raise ValueError(
-            f"The batch size is {batch_size}, but each of {num_workers} workers gets "
-            f"{shard} of the {num_rows} rows: lower --batch-size or --num-workers, or "
-            "use more data."
-        )
-
-
 def check_shared(folder: str | Path) -> None:
     """Check that every node of the cluster sees what this process sees in `folder`.
 

@@ -2,7 +2,9 @@
 
 import argparse
 import contextlib
+import errno
 import os
+import pickle
 import re
 import tempfile
 from collections.abc import Iterator
@@ -170,6 +172,40 @@ def cannot_write(path: Path, error: BaseException) -> OSError:
     )
 
 
+@contextlib.contextmanager
+def explain_reading(path: str | Path) -> Iterator[None]:
+    """For a block that loads a checkpoint: one that does not fit becomes a sentence.
+
+    The errors are those that torch.load and load_state_dict raise for files that are cut,
+    empty, of another kind or of another model (tried in the tests). Others are mistakes of
+    the program, and pass.
+
+    Raises:
+        ValueError: the checkpoint is damaged, or of another model.
+        OSError: it is not there, or cannot be read.
+    """
+    mend = "name another folder, or start without --resume."
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise OSError(
+            f"There is no {path} to resume from: leave out --resume, or, on several "
+            "nodes, name a folder that all of them share."
+        ) from error
+    except OSError as error:
+        raise OSError(f"{path} cannot be read ({error.strerror}): {mend}") from error
+    except (EOFError, pickle.UnpicklingError) as error:
+        raise ValueError(
+            f"{path} is damaged, or was not written by torch.save: {mend}"
+        ) from error
+    except (RuntimeError, ValueError, LookupError, TypeError) as error:
+        reason = str(error).strip().splitlines()[-1].strip()
+        raise ValueError(
+            f"The checkpoint {path} is damaged or of another model "
+            f"({type(error).__name__}: {reason}): {mend}"
+        ) from error
+
+
 def _reason(error: BaseException | None) -> str | None:
     """Why nothing more could be written, if that is behind an error."""
     errors = []
@@ -179,9 +215,11 @@ def _reason(error: BaseException | None) -> str | None:
     for error in errors:
         if isinstance(error, OSError) and error.strerror:
             return error.strerror
+    refusals = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
+    known = "|".join(map(os.strerror, refusals))
     for text in map(str, errors):
-        if of_a_rank := re.search(r"\[Errno \d+\] ([^:\n]+)", text):
-            return of_a_rank[1]
+        if said := re.search(rf"\[Errno \d+\] ([^:\n]+)|({known})", text):
+            return said[1] or said[2]
         if "inline_container.cc" in text:  # there torch.save comes up short
             return "is the disk full?"
     return None

@@ -1,0 +1,83 @@
+"""A full disk under the scripts: whole files or none, and a sentence at the end."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests import scripts
+from utils import settings
+
+pytestmark = [pytest.mark.part01, pytest.mark.part02]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 4 MB, mounted at a folder; only root may mount."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)]
+    if sys.platform != "linux" or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("this user may not mount a disk to fill up")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_checkpoint_is_written_whole_or_not_at_all(small_disk):
+    """torch.save raises a RuntimeError of its own after the error of the disk."""
+    train_ddp = scripts.load(scripts.TRAIN_DDP)
+    path, model = small_disk / "checkpoint.pt", torch.nn.Linear(100, 100)
+    optimizer = torch.optim.AdamW(model.parameters())
+    train_ddp.save_checkpoint(path, model, optimizer, {"epoch": 1})
+    before = path.read_bytes()
+
+    model = torch.nn.Linear(2000, 2000)  # 16 MB
+    with pytest.raises(OSError, match=r"No space left.*What was saved before") as said:
+        train_ddp.save_checkpoint(path, model, optimizer, {"epoch": 2})
+    assert str(path) in str(said.value)
+    assert path.read_bytes() == before
+    assert list(small_disk.iterdir()) == [path]
+
+
+def launch(command: list, path, *arguments) -> str:
+    """The last line that a run prints which fails."""
+    done = subprocess.run(
+        [*command, path.name, *map(str, arguments)],
+        cwd=path.parent,
+        env=scripts.environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 1, done.stdout
+    return [line for line in done.stdout.splitlines() if line.strip("= ")][-1]
+
+
+SENTENCE = r"cannot be written \(.*No space left on device\): name a folder that"
+
+
+@pytest.mark.slow
+def test_under_torchrun_the_last_line_is_the_sentence(small_disk):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    arguments = ["--epochs", 1, "--batch-size", 700, "--checkpoint-dir", small_disk]
+    last = launch([*command, "--nproc_per_node=2"], scripts.TRAIN_DDP, *arguments)
+    assert re.search(rf"train_ddp\.py: {small_disk}/checkpoint\.pt {SENTENCE}", last)
+    assert list(small_disk.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_under_ray_the_last_line_is_the_sentence(small_disk):
+    """Ray's copy to the storage of the run fails, on the worker that reports."""
+    arguments = ["--num-workers", 1, "--epochs", 1, "--batch-size", 1400]
+    arguments += ["--checkpoint-dir", small_disk]
+    last = launch([sys.executable], scripts.TRAIN_RAY_DDP, *arguments)
+    assert re.fullmatch(rf"train_ray_ddp\.py: The checkpoint {SENTENCE}.*", last), last
+
+
+def test_other_errors_stay_what_they_are():
+    with pytest.raises(RuntimeError, match="of ours"):
+        with settings.explain_writing("a file"):
+            raise RuntimeError("of ours")

@@ -1,0 +1,244 @@
+"""The scripts of parts 01 and 02 answer bad input with one sentence, and lose nothing."""
+
+import ast
+import io
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import ray.train
+import torch
+import torch.distributed as dist
+from ray.train import Checkpoint
+
+from tests import scripts
+from utils import settings
+from utils.processes import free_port
+
+pytestmark = [pytest.mark.part01, pytest.mark.part02]
+
+BOTH = pytest.mark.parametrize(
+    "path", [scripts.TRAIN_DDP, scripts.TRAIN_RAY_DDP], ids=lambda path: path.name
+)
+
+
+@pytest.fixture
+def complaint(monkeypatch):
+    """A function that calls a script here, as the only rank, and returns its sentence."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+
+    def call(path: Path, *arguments) -> str:
+        monkeypatch.setattr(sys, "argv", [path.name, *map(str, arguments)])
+        with pytest.raises((ValueError, OSError)) as raised:
+            scripts.load(path).main()
+        assert "\n" not in str(raised.value)
+        return str(raised.value)
+
+    yield call
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+BAD_INPUT = {
+    "nothing to resume": (["--resume", "--checkpoint-dir", "none"], "leave out --resu"),
+    "read-only folder": (["--checkpoint-dir", "/sys/checkpoints"], "cannot be writ"),
+    "a file as folder": (["--checkpoint-dir", "file/checkpoints"], "cannot be writ"),
+    "no such dataset": (["--dataset", "digitz"], "choose one of digits, mnist"),
+    "resume from where": (["--resume"], "--resume needs --checkpoint-dir"),
+    "no epoch": (["--epochs", 0], "--epochs: it is 0, but has to be a whole number"),
+    "a batch of all": (["--batch-size", 2000], "lower --batch-size"),
+    "a bucket": (["--checkpoint-dir", "s3://a"], "s3://a is an address: name a path"),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("what", BAD_INPUT)
+def test_bad_input_gets_one_sentence(path, what, complaint, tmp_path, monkeypatch):
+    """Before a process group is joined, or Ray is started."""
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("not a folder")
+    arguments, words = BAD_INPUT[what]
+    assert words in complaint(path, *arguments)
+    assert not dist.is_initialized()
+    assert not ray.is_initialized()
+    assert os.listdir() == ["file"]  # nothing written, nothing lost
+
+
+@BOTH
+def test_no_network_is_said(path, complaint, monkeypatch, tmp_path):
+    monkeypatch.setenv("WORKSHOP_STORAGE", str(tmp_path))
+    for name in ("http_proxy", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.delenv("no_proxy", raising=False)
+    assert "'digits'" in complaint(path, "--dataset", "mnist")
+
+
+@BOTH
+def test_wrong_mode_names_the_three(path, complaint, monkeypatch):
+    monkeypatch.setenv("WORKSHOP_MODE", "fast")
+    assert "auto, smoke and full" in complaint(path)
+
+
+def test_started_without_torchrun_it_says_how(complaint, monkeypatch):
+    monkeypatch.delenv("RANK")
+    said = complaint(scripts.TRAIN_DDP)
+    assert said.endswith("torchrun --nproc_per_node=2 train_ddp.py")
+
+
+def test_more_workers_than_gpus_is_said(complaint, monkeypatch):
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr("utils.command_line.device", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert "more workers than GPUs (1)" in complaint(scripts.TRAIN_DDP)
+
+
+@BOTH
+def test_a_finished_run_is_not_overwritten(path, complaint, tmp_path):
+    for place in (tmp_path, tmp_path / "train_ray_ddp"):
+        place.mkdir(exist_ok=True)
+        (place / "checkpoint.pt").write_text("of an earlier run")
+    said = complaint(path, "--checkpoint-dir", tmp_path)
+    assert said.endswith("or name another folder.")
+    assert "earlier run: add --resume" in said
+
+
+def test_resume_asks_for_a_writable_folder_first(complaint, monkeypatch, tmp_path):
+    """Not after an epoch of work."""
+    (tmp_path / "checkpoint.pt").write_text("is not looked into before")
+
+    def read_only(*_, **__):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", read_only)
+    said = complaint(scripts.TRAIN_DDP, "--resume", "--checkpoint-dir", tmp_path)
+    assert said.endswith("cannot be written to (Read-only file system): name another.")
+
+
+def saved(**changes) -> bytes:
+    """A checkpoint of a small model, with changes."""
+    model, optimizer = build()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    file = io.BytesIO()
+    torch.save(state | {"epoch": 0} | changes, file)
+    return file.getvalue()
+
+
+def build():
+    model = torch.nn.Linear(4, 4)
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def dumped(what: object) -> bytes:
+    file = io.BytesIO()
+    torch.save(what, file)
+    return file.getvalue()
+
+
+OTHER = torch.nn.Linear(2, 2)
+SPOILT = {
+    "cut": saved()[:1000],
+    "without its last byte": saved()[:-1],
+    "empty": b"",
+    "a text": b"hello world\n",
+    "a table": b"epoch,loss\n1,2\n",
+    "an image": b"\x89PNG\r\n\x1a\n" + bytes(100),
+    "zeros": bytes(1000),
+    "a pickle": pickle.dumps({"model": Path("here")}),
+    "code": dumped(OTHER),
+    "a tensor": dumped(torch.ones(2, 2)),
+    "a list": dumped([1, 2]),
+    "of another model": saved(model=OTHER.state_dict()),
+    "of another optimizer": saved(
+        optimizer=torch.optim.SGD([OTHER.weight], lr=1).state_dict()
+    ),
+    "without state of the optimizer": saved(optimizer={}),
+    "weights alone": dumped(build()[0].state_dict()),
+    "without an epoch": dumped(
+        {"model": build()[0].state_dict(), "optimizer": build()[1].state_dict()}
+    ),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("how", SPOILT)
+def test_a_checkpoint_that_does_not_fit(path, how, tmp_path, monkeypatch):
+    file = tmp_path / "checkpoint.pt"
+    file.write_bytes(SPOILT[how])
+    script = scripts.load(path)
+    with pytest.raises(ValueError, match="start without --resume") as raised:
+        load(script, file, monkeypatch)
+    assert str(file.parent) in str(raised.value)
+    assert "damaged" in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert raised.value.__cause__ is not None
+    assert file.read_bytes() == SPOILT[how]
+
+
+def load(script, file: Path, monkeypatch) -> int:
+    """What a script loads a checkpoint with: the epoch to start at."""
+    if "ray" not in script.__name__:
+        monkeypatch.setattr(script.dist, "broadcast_object_list", lambda found: None)
+        return script.load_checkpoint(file, *build())
+    there = Checkpoint.from_directory(file.parent)
+    monkeypatch.setattr(ray.train, "get_checkpoint", lambda: there)
+    return script.load_latest(*build())
+
+
+@BOTH
+def test_a_checkpoint_that_fits_is_loaded(path, tmp_path, monkeypatch):
+    (tmp_path / "checkpoint.pt").write_bytes(saved(epoch=4))
+    assert load(scripts.load(path), tmp_path / "checkpoint.pt", monkeypatch) == 5
+
+
+@pytest.mark.parametrize("mistake", [AttributeError, NameError, AssertionError])
+def test_a_mistake_of_ours_is_not_called_damage(mistake):
+    with pytest.raises(mistake), settings.explain_reading("checkpoint.pt"):
+        raise mistake("of ours")
+
+
+def test_checkpoints_are_loaded_as_data_only():
+    for path in scripts.ROOT.glob("0[12]*/train_*.py"):
+        calls = [
+            {k.arg: ast.literal_eval(k.value) for k in node.keywords if k.arg != "f"}
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load"
+        ]
+        assert calls
+        assert all(call["weights_only"] is True for call in calls)
+
+
+@pytest.mark.parametrize(
+    "path", sorted(scripts.ROOT.glob("0*/train_*.py")), ids=lambda path: path.name
+)
+def test_help_is_the_first_line_and_every_option(path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [path.name, "--help"])
+    with pytest.raises(SystemExit):
+        scripts.load(path).main()
+    out = capsys.readouterr().out
+    assert scripts.load(path).__doc__.splitlines()[0][:40] in out
+    assert {"--checkpoint-dir", "--resume", "--smoke-test"} <= set(out.split())
+
+
+@pytest.mark.slow
+def test_under_torchrun_the_sentence_is_the_last_thing_one_reads():
+    """Said once, in torchrun's summary."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc_per_node=2", scripts.TRAIN_DDP.name]
+    done = subprocess.run(
+        [*command, "--dataset", "digitz"],
+        cwd=scripts.TRAIN_DDP.parent,
+        env=scripts.environment(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 1
+    last = [line for line in done.stderr.splitlines() if line.strip("= ")][-1]
+    assert "train_ddp.py: There is no dataset 'digitz': choose one of" in last
