@@ -24,7 +24,7 @@ NAMES = {
             "torch._subclasses.fake_tensor.FakeTensorMode",
             "torch.testing._internal.distributed.fake_pg.FakeStore",
         ),
-        "test_every_collective_is_counted_once_with_what_a_ring_sends": (
+        "test_calls_and_bytes": (
             "torch.distributed._functional_collectives",
             "torch.distributed._functional_collectives.all_gather_tensor",
             "torch.distributed._functional_collectives.all_reduce",
