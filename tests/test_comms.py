@@ -46,7 +46,7 @@ COLLECTIVES = [
         "allgather",
         28,
         28,
-        lambda: functional.all_gather_tensor(zeros(7), 0, dist.group.WORLD).sum(),
+        lambda: functional.all_gather_single(zeros(7), 0, dist.group.WORLD).sum(),
     ),
 ]
 

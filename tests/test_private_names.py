@@ -26,7 +26,7 @@ NAMES = {
         ),
         "test_calls_and_bytes": (
             "torch.distributed._functional_collectives",
-            "torch.distributed._functional_collectives.all_gather_tensor",
+            "torch.distributed._functional_collectives.all_gather_single",
             "torch.distributed._functional_collectives.all_reduce",
             "torch.utils._python_dispatch.TorchDispatchMode",
             "torch.utils._pytree.tree_leaves",
