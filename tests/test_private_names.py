@@ -36,6 +36,7 @@ NAMES = {
         "test_under_torchrun_the_summary_ends_with_the_sentence": (
             "TORCHELASTIC_ERROR_FILE",
         ),
+        "test_zero_trains_without_a_compiler": ("TORCHDYNAMO_DISABLE",),
         "01-ddp-pytorch-only/02_*.ipynb": ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE",),
     },
     "ray": {
@@ -72,6 +73,7 @@ NAMES = {
         "test_zero_trains_without_a_compiler": (
             "deepspeed.ops",
             "deepspeed.ops.__compatible_ops__",
+            "deepspeed.runtime.zero.muon.muon_optimizer",
         ),
         # Where an engine's optimizer keeps its state, and a parameter its partition.
         "test_zero_holds_and_sends_what_the_formulas_say": (
@@ -121,7 +123,7 @@ DOCUMENTED_VARIABLES = {
     "RAY_USAGE_STATS_ENABLED",
     "TORCHELASTIC_RESTART_COUNT",
 }
-VARIABLE = re.compile(r"(RAY|TORCH|TORCHELASTIC|NCCL|GLOO|DS)_[A-Z0-9_]+")
+VARIABLE = re.compile(r"(RAY|TORCH|TORCHDYNAMO|TORCHELASTIC|NCCL|GLOO|DS)_[A-Z0-9_]+")
 PUBLIC = {"_asdict", "_replace", "_exit"}  # of named tuples, and of `os`
 LISTED = [
     (package, name, notices)

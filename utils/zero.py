@@ -1,7 +1,6 @@
 """What knows DeepSpeed from inside: loading it, its checkpoints, an engine's bytes."""
 
 import contextlib
-import importlib
 import logging
 import os
 import pickle
@@ -39,7 +38,7 @@ def load_deepspeed():
         with _linker_silenced():  # the first look at this table fills it
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         with _nothing_compiled():  # the first engine would import it
-            importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+            import deepspeed.runtime.zero.muon.muon_optimizer
     return deepspeed
 
 
