@@ -199,10 +199,9 @@ def explain_reading(path: str | Path) -> Iterator[None]:
             f"{path} is damaged, or was not written by torch.save: {mend}"
         ) from error
     except (RuntimeError, ValueError, LookupError, TypeError) as error:
-        reason = str(error).strip().splitlines()[-1].strip()
+        reason = f"{type(error).__name__}: {error}".strip().splitlines()[-1].strip()
         raise ValueError(
-            f"The checkpoint {path} is damaged or of another model "
-            f"({type(error).__name__}: {reason}): {mend}"
+            f"The checkpoint {path} is damaged or of another model ({reason}): {mend}"
         ) from error
 
 
