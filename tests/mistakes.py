@@ -144,6 +144,7 @@ def run(copy: Path, *tests: str, timeout: float = TIMEOUT_S) -> Run:
         case.find("failure") for case in cases if case.find("failure") is not None
     ]
     said = "\n".join(f"{each.get('message')}\n{each.text}" for each in failures)
+    said = re.sub(r"#x1B\[[\d;]*m", "", said)  # colours of a notebook's traceback
     passed = sum(len(case) == 0 for case in cases)
     return Run(job.returncode, passed, said, seconds, output)
 

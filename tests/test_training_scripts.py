@@ -90,11 +90,10 @@ def losses(script, num_workers: int) -> tuple[list[float], float]:
 
     def train() -> dict:
         sys.argv = [script.name, "--smoke-test", "--steps", "3"]
+        sys.argv += ["--batch-size", str(8 // num_workers)]
         module = scripts.load(script)
         args = module.parse_args()
-        args.batch_size = 8 // num_workers
         if script == sharding.TRAIN_DEEPSPEED:
-            args.ds_config = sharding.zero_config(3, args.batch_size)
             sharding.load_deepspeed().init_distributed("gloo")
         else:
             dist.init_process_group("gloo")
