@@ -49,7 +49,6 @@ NAMES = {
             "ray.cloudpickle",
             "ray.cloudpickle.register_pickle_by_value",
             "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S",
-            "_system_config",  # an unknown setting in it ends a node at its start
         ),
         "test_nothing_watches_for_a_cloud_that_takes_this_machine_away": (
             "ray.train.v2._internal.constants",
@@ -65,7 +64,7 @@ NAMES = {
             "AutoscalingCoordinator",
             "get_reserved_resources",
             "recompute",
-            "_system_config",
+            "_system_config",  # an unknown setting in it ends a node at its start
         ),
         "test_ray_imported_too_early_is_said": ("RAY_ENABLE_UV_RUN_RUNTIME_ENV",),
     },
