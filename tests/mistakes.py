@@ -93,7 +93,9 @@ def _check_once(mistake: Mistake, count: int) -> None:
 def copy_workshop(target: Path) -> None:
     """Copy all files that git tracks, or would track."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.check_output(command, cwd=ROOT, text=True).split("\0")
+    names = subprocess.check_output(command, cwd=ROOT, text=True, timeout=60).split(
+        "\0"
+    )
     for name in filter(None, names):
         if (ROOT / name).exists():  # deleted, and not committed yet
             (target / name).parent.mkdir(parents=True, exist_ok=True)
@@ -137,7 +139,7 @@ def run(copy: Path, *tests: str, timeout: float = TIMEOUT_S) -> Run:
         output = f"{', '.join(tests)} took more than {timeout} s"
     finally:
         end_left_over(marker)
-        job.wait()
+        job.wait(timeout=30)
     seconds = time.monotonic() - start
     cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
     failures = [
