@@ -3,6 +3,7 @@
 What is the same in all scripts that run under both. The training stays in the script.
 """
 
+import gc
 import os
 import re
 import time
@@ -107,6 +108,8 @@ def _under_torchrun(train: Callable, args: Namespace, backend: str | None) -> di
 
     dist.init_process_group(backend or settings.backend())
     report = train(args)
+    # What is sharded holds on to the process group: free it first, or the exit may abort.
+    gc.collect()
     dist.destroy_process_group()
     return report
 
