@@ -1,5 +1,6 @@
 """Mistakes that people make are rejected, each by the test that is named for it."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -50,7 +51,10 @@ def test_there_are_thirty_of_different_names():
 @pytest.mark.parametrize("mistake", ALL, ids=lambda mistake: mistake.name)
 def test_a_mistake_can_be_made_and_changes_one_line(mistake):
     """What it changes still stands there, so that the list does not go stale."""
-    changed = mistakes.with_mistake(mistake).splitlines()
+    text = mistakes.with_mistake(mistake)
+    if mistake.file.endswith(".py"):
+        ast.parse(text)  # else any test would reject it
+    changed = text.splitlines()
     before = (ROOT / mistake.file).read_text().splitlines()
     assert len(changed) == len(before)
     assert sum(a != b for a, b in zip(before, changed)) == 1
