@@ -147,7 +147,8 @@ def fsdp2(
     if save:
         script.save_checkpoint(model, optimizer, steps, GLOBAL_BATCH, save)
     weights, moments = sd.get_state_dict(model, optimizer, options=WHOLE)
-    return outputs(model, script.evaluate) | {
+    # the state first: without resharding, a forward pass leaves the weights gathered
+    return {
         "losses": [loss for loss, _ in trained],
         "gradients": gradients,
         "parameters": list(weights.values()),
@@ -155,7 +156,7 @@ def fsdp2(
         "state": state_bytes(model, optimizer),
         "sent": trained[-1][1],
         "weights": weights,
-    }
+    } | outputs(model, script.evaluate)
 
 
 def zero_config(stage: int, batch_size: int) -> dict:
