@@ -78,7 +78,6 @@ def test_the_tests_that_reject_them_exist():
         assert function in (ROOT / file).read_text(), mistake.test
 
 
-@pytest.mark.weekly
 def test_the_table_is_that_of_the_list():
     """Made by `python -m tests.mistakes`, in the order of the list."""
     rows = re.findall(r"^\| .+ \| `.+` \| `.+` \|", mistakes.TABLE.read_text(), re.M)
