@@ -184,7 +184,7 @@ def test_gpt2_is_the_same_training_tuned_and_naive():
 
 
 def test_the_peaks_of_gpus_are_those_that_the_lesson_names():
-    path = notebooks.ROOT / "03-fsdp-deepspeed" / "04_choosing_a_strategy.ipynb"
+    path = notebooks.ROOT / "03-fsdp-deepspeed" / "05_choosing_a_strategy.ipynb"
     cells = nbformat.read(path, as_version=4).cells
     (cell,) = [cell for cell in cells if "PEAK_FLOPS = " in cell.source]
     lines = [line for line in cell.source.splitlines() if "PEAK_FLOPS " in line]

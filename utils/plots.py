@@ -1,13 +1,31 @@
 """Every figure of the workshop, drawn from numbers that a notebook measured.
 
-Each function draws one figure, which the notebook shows below the cell.
+Each function draws one figure, which the notebook shows below the cell. Colour-blind
+readers can tell the colours apart: they are petroff8 (M. A. Petroff, "Accessible Color
+Sequences for Data Visualization", arXiv 2107.02270). A strategy has one colour everywhere.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 
 import matplotlib.pyplot as plt
+from matplotlib.colors import to_rgb
 
-COLORS = ["#3b6ea8", "#d9822b", "#4a9d6a", "#b5494e", "#7d64a8", "#6b6b6b", "#c06fa8"]
+COLORS = [
+    *("#1845fb", "#ff5e02", "#c91f16", "#c849a9"),
+    *("#adad7d", "#86c8dd", "#578dff", "#656364"),
+]
+# Keys are the start of a name, in small letters and without what is between its words.
+STRATEGIES = {
+    "oneprocess": COLORS[7],
+    "ddp": COLORS[0],
+    "zero1": COLORS[4],
+    "zero2": COLORS[5],
+    "zero3": COLORS[6],
+    "fsdp2": COLORS[1],
+    "hsdp": COLORS[2],
+    "tensorparallel": COLORS[3],
+}
 _STYLE = {
     "figure.dpi": 90,
     "font.size": 10,
@@ -16,6 +34,34 @@ _STYLE = {
     "axes.prop_cycle": plt.cycler(color=COLORS),
     "legend.frameon": False,
 }
+
+
+def color_of(name: str, number: int = 0) -> str:
+    """The colour of a strategy ("ZeRO-3", "fsdp2-keep"), else the `number`-th."""
+    key = re.sub(r"[^a-z0-9]", "", name.lower())
+    found = [color for start, color in STRATEGIES.items() if key.startswith(start)]
+    return found[0] if found else COLORS[number % len(COLORS)]
+
+
+def _name_at_the_end(ax: plt.Axes, apart: float = 0.085) -> None:
+    """Each line's name beside its end, in its colour, no two on top of each other."""
+    ax.get_xlim(), ax.get_ylim()  # places depend on the limits: let them be set
+    to_axes = ax.transData + ax.transAxes.inverted()
+    ends = [(to_axes.transform(line.get_xydata()[-1])[1], line) for line in ax.lines]
+    ends.sort(key=lambda end: end[0])
+    lowest = 1 - apart * (len(ends) - 1)  # the names above it need this much
+    place = float("-inf")
+    for number, (height, line) in enumerate(ends):
+        place = max(min(height, lowest + number * apart), place + apart)
+        ax.annotate(
+            line.get_label(),
+            (1, place),
+            xytext=(6, 0),
+            xycoords="axes fraction",
+            textcoords="offset points",
+            va="center",
+            color=line.get_color(),
+        )
 
 
 def curves(
@@ -36,16 +82,19 @@ def curves(
         for number, (name, values) in enumerate(series.items()):
             width = 1.5 + 2.5 * (len(series) - 1 - number) / max(1, len(series) - 1)
             at = range(len(values)) if x is None else x
-            ax.plot(at, values, label=name, linewidth=width, alpha=0.9)
+            color = color_of(name, number)
+            ax.plot(at, values, label=name, linewidth=width, color=color)
         if x is None:
             ax.xaxis.get_major_locator().set_params(integer=True)
-        if reference:
-            ax.axvline(reference[1], color="k", linestyle=":", label=reference[0])
         ax.set(title=title, xlabel=xlabel, ylabel=ylabel)
         if log:
             ax.set_yscale("log")
         if len(series) > 1:
-            ax.legend()
+            _name_at_the_end(ax)
+        if reference:
+            text, at = reference
+            ax.axvline(at, color="k", linestyle=":")
+            ax.text(at, 1, f" {text}", transform=ax.get_xaxis_transform(), va="top")
         plt.show()
 
 
@@ -60,9 +109,8 @@ def bars(
     with plt.rc_context(_STYLE):
         height = 1.1 + 0.36 * len(values)
         _, ax = plt.subplots(figsize=(7, height), layout="constrained")
-        drawn = ax.barh(
-            list(values), list(values.values()), color=COLORS[0], height=0.6
-        )
+        colors = [color_of(name) for name in values]
+        drawn = ax.barh(list(values), list(values.values()), color=colors, height=0.6)
         ax.bar_label(
             drawn, [number_format.format(v) for v in values.values()], padding=3
         )
@@ -105,7 +153,9 @@ def timeline(
         height = 1.2 + 0.45 * len(rows)
         _, ax = plt.subplots(figsize=(8, height), layout="constrained")
         for number, (name, spans) in enumerate(rows.items()):
-            color = COLORS[number % len(COLORS)]
+            color = color_of(name, number)
+            red, green, blue = to_rgb(color)
+            light = 0.3 * red + 0.59 * green + 0.11 * blue > 0.5
             for start, end, label in spans:
                 ax.barh(
                     name,
@@ -117,8 +167,9 @@ def timeline(
                     linewidth=0.3,  # a wide edge would hide a short span
                 )
                 middle = (start + end) / 2
+                ink = "k" if light else "w"
                 ax.text(
-                    middle, number, label, ha="center", va="center", color="w", size=8
+                    middle, number, label, ha="center", va="center", color=ink, size=8
                 )
         ax.invert_yaxis()
         ax.set(title=title, xlabel=xlabel, xlim=(0, None))

@@ -60,7 +60,7 @@ EXERCISES = {
         ),
         "Change zero_optimization.stage and gradient_clipping, and keep all the rest.",
     ),
-    # 03-fsdp-deepspeed/04_choosing_a_strategy.ipynb
+    # 03-fsdp-deepspeed/05_choosing_a_strategy.ipynb
     "which row": Exercise(
         lambda answer: answer in ("fsdp2", "zero3"),
         "Call choose(13e9, 16, 40). At stage 2, what do 2 bytes per parameter take?",
