@@ -1,13 +1,18 @@
-"""What every test and compared notebook runs in: CPU, one thread, own Ray and folder."""
+"""What every test and compared notebook runs in: CPU, one thread, own Ray and folder.
+
+Besides, the fixture that several files of tests use.
+"""
 
 import importlib
 import os
 import shutil
+import subprocess
 import sysconfig
 import tempfile
 import uuid
 from pathlib import Path
 
+import pytest
 from nbval.plugin import IPyNbFile
 
 from tests import scripts
@@ -64,3 +69,15 @@ def teardown(self):
 
 
 IPyNbFile.setup, IPyNbFile.teardown = setup, teardown
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 4 MB, mounted at a folder; only root may mount."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True, timeout=30).returncode:
+        pytest.skip("this user may not mount a disk to fill up")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True, timeout=30)

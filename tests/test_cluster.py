@@ -141,6 +141,31 @@ def test_notes_of_ray_that_no_notebook_may_show(program, note):
     assert note in (core / program).read_bytes()
 
 
+@pytest.mark.parametrize(
+    ("file", "note"),
+    [
+        (
+            "v2/_internal/execution/scaling_policy/scaling_policy.py",
+            "Requesting resources: ",
+        ),
+        ("v2/_internal/execution/worker_group/worker_group.py", "Attempting to start"),
+        (
+            "v2/_internal/execution/worker_group/worker_group.py",
+            "training worker group",
+        ),
+        ("torch/config.py", "Setting up process group for: "),
+        ("v2/torch/train_loop_utils.py", "Moving model to device: "),
+        ("v2/torch/train_loop_utils.py", "Wrapping provided model in "),
+    ],
+)
+def test_notes_of_ray_train_between_the_lines_of_a_script(file, note):
+    from utils.processes import RAY_AT_IMPORT
+
+    assert note in RAY_AT_IMPORT["RAY_DEDUP_LOGS_SKIP_REGEX"]
+    train = Path(importlib.util.find_spec("ray").origin).parent / "train"
+    assert note in (train / file).read_text()
+
+
 @pytest.mark.slow
 def test_ray_imported_too_early_is_said():
     names = "RAY_ENABLE_UV_RUN_RUNTIME_ENV", "RAY_DATA_USE_DATASOURCE_V2"

@@ -189,18 +189,6 @@ def test_sigkill_of_driver_and_controller(tmp_path):
     assert np.array_equal(result, undisturbed())
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A disk of 4 MB, mounted at a folder; only root may mount."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)]
-    if subprocess.run(mount, capture_output=True, timeout=30).returncode:
-        pytest.skip("this user may not mount a disk to fill up")
-    yield disk
-    subprocess.run(["umount", "-l", str(disk)], check=True, timeout=30)
-
-
 def test_storage_that_fills_up_and_turns_read_only(small_disk, tmp_path):
     """Each ends the run with an error; mended, it goes on where it was."""
     logs = [tmp_path / name for name in ("full", "protected", "mended")]

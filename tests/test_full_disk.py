@@ -13,18 +13,6 @@ from utils import settings
 pytestmark = [pytest.mark.part01, pytest.mark.part02]
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A disk of 4 MB, mounted at a folder; only root may mount."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)]
-    if subprocess.run(mount, capture_output=True, timeout=30).returncode:
-        pytest.skip("this user may not mount a disk to fill up")
-    yield disk
-    subprocess.run(["umount", "-l", str(disk)], check=True, timeout=30)
-
-
 def test_a_checkpoint_is_written_whole_or_not_at_all(small_disk):
     """torch.save raises a RuntimeError of its own after the error of the disk."""
     train_ddp = scripts.load(scripts.TRAIN_DDP)

@@ -66,6 +66,16 @@ NAMES = {
             "recompute",
             "_system_config",  # an unknown setting in it ends a node at its start
         ),
+        "test_a_token_that_is_here_is_sent": (
+            "ray._private.authentication.authentication_token_setup",
+            "ray._private.authentication.authentication_token_setup."
+            "maybe_enable_token_auth_if_token_available",
+        ),
+        "test_a_script_is_submitted_as_a_job": (
+            "ray._private.runtime_env.constants",
+            "ray._private.runtime_env.constants.RAY_JOB_CONFIG_JSON_ENV_VAR",
+            "RAY_OVERRIDE_JOB_RUNTIME_ENV",
+        ),
         "test_ray_imported_too_early_is_said": ("RAY_ENABLE_UV_RUN_RUNTIME_ENV",),
     },
     "deepspeed": {
@@ -116,6 +126,9 @@ DOCUMENTED_VARIABLES = {
     "NCCL_SOCKET_IFNAME",
     "RAY_ADDRESS",
     "RAY_API_SERVER_ADDRESS",
+    "RAY_AUTH_MODE",
+    "RAY_AUTH_TOKEN",
+    "RAY_AUTH_TOKEN_PATH",
     "RAY_DATA_DISABLE_PROGRESS_BARS",
     "RAY_DEDUP_LOGS_SKIP_REGEX",
     "RAY_TMPDIR",

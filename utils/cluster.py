@@ -1,5 +1,6 @@
 """Start Ray on this machine, or join a cluster, with the workshop's settings."""
 
+import json
 import logging
 import os
 import shlex
@@ -9,6 +10,11 @@ import warnings
 from pathlib import Path
 
 import ray
+from ray._private.authentication.authentication_token_setup import (
+    maybe_enable_token_auth_if_token_available,
+)
+from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
+from ray.exceptions import AuthenticationError
 
 import utils
 from utils import preflight, settings
@@ -57,7 +63,8 @@ def start_ray(
             and `object_store_memory`, are for a Ray that is started here.
 
     Raises:
-        ConnectionError: RAY_ADDRESS names a cluster that does not answer.
+        ConnectionError: RAY_ADDRESS names a cluster that does not answer, or that asks
+            for a token which is not here.
         ValueError: Ray refuses one of `ray_init_options`, or the workers do not fit (see
             `preflight.check_fits`).
     """
@@ -71,9 +78,27 @@ def start_ray(
             f"{total.get('CPU', 0):g} logical CPUs, {total.get('GPU', 0):g} GPUs. "
             f"Dashboard: {dashboard}"
         )
-    preflight.check_fits(
-        num_workers, resources_per_worker or preflight.default_resources()
-    )
+    resources_per_worker = resources_per_worker or preflight.default_resources()
+    preflight.check_fits(num_workers, resources_per_worker)
+
+
+def _for_other_nodes() -> dict:
+    """What other nodes do not have: this folder, and what says how and where to run.
+
+    Here `utils` is installed, and sending it would make Ray prepare an environment:
+    measured, 5 s of the first fit.
+    """
+    ours = ("WORKSHOP_MODE", "WORKSHOP_STORAGE")
+    found = {
+        "py_modules": [str(Path(utils.__file__).parent)],
+        "env_vars": {name: os.environ[name] for name in ours if name in os.environ},
+    }
+    if job := os.environ.get(RAY_JOB_CONFIG_JSON_ENV_VAR):  # submitted to the cluster
+        sent = json.loads(job).get("runtime_env") or {}
+        found["py_modules"] = [*sent.get("py_modules", []), *found["py_modules"]]
+        # Ray refuses a driver that names what its job has named, equal or not
+        os.environ["RAY_OVERRIDE_JOB_RUNTIME_ENV"] = "1"
+    return found
 
 
 def _connect(num_cpus: int, address: str | None, options: dict) -> str:
@@ -87,11 +112,7 @@ def _connect(num_cpus: int, address: str | None, options: dict) -> str:
         # Ray puts this path into a shell command as it is: a space in it needs quotes
         runtime_env["py_executable"] = quoted
     if address != "local":
-        # Other nodes do not have this folder. Here `utils` is installed, and sending it
-        # would make Ray prepare an environment: measured, 5 s of the first fit.
-        runtime_env["py_modules"] = [str(Path(__file__).parent)]
-        ours = ("WORKSHOP_MODE", "WORKSHOP_STORAGE")
-        runtime_env["env_vars"] = {n: os.environ[n] for n in ours if n in os.environ}
+        runtime_env |= _for_other_nodes()
     defaults = {
         "address": address,
         "runtime_env": runtime_env,
@@ -118,11 +139,18 @@ def _connect(num_cpus: int, address: str | None, options: dict) -> str:
     try:
         if ":" in address and "//" not in address:  # Ray itself tries for two minutes
             socket.create_connection(address.rsplit(":", 1), timeout=10).close()
+        if address != "local":
+            # Ray itself sends its token only to a cluster that it has found itself
+            maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
         context = ray.init(**options)
+    except AuthenticationError as error:
+        raise _refused(address) from error
     except (OSError, ValueError) as error:  # Ray's ConnectionError is an OSError
         about_address = isinstance(error, OSError) or "address" in str(error)
         if address == "local" or not about_address:
             raise
+        if "InvalidAuthToken" in str(error.__cause__):
+            raise _refused(address) from None
         raise ConnectionError(
             f"No Ray cluster answers at RAY_ADDRESS={address}: start it, correct the "
             "address, or unset RAY_ADDRESS to start Ray on this machine."
@@ -131,3 +159,19 @@ def _connect(num_cpus: int, address: str | None, options: dict) -> str:
     logging.getLogger("ray.train").setLevel(logging.WARNING)
     logging.getLogger("ray.data").setLevel(logging.ERROR)  # else a plan per execution
     return f"http://{context.dashboard_url}" if context.dashboard_url else "off"
+
+
+def _refused(address: str) -> ConnectionError:
+    """What to raise where a cluster wants a token that is not here.
+
+    Source: https://docs.ray.io/en/latest/ray-security/token-auth.html
+    """
+    file = Path.home() / ".ray" / "auth_token"
+    places = [n for n in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH") if n in os.environ]
+    places += [str(file)] * file.exists()
+    what = f"the one in {places[0]} is not its" if places else "there is none here"
+    return ConnectionError(
+        f"The Ray cluster at RAY_ADDRESS={address} asks for a token, and {what}: run "
+        "`ray get-auth-token` on its head, and set RAY_AUTH_TOKEN here to what that "
+        "prints."
+    )

@@ -217,9 +217,20 @@ def compiler() -> Result:
 
 
 def ray() -> Result:
-    """A Ray that runs on this machine already, whoever started it; not joined."""
+    """The cluster that RAY_ADDRESS names; else a Ray that runs here already, not joined."""
     import psutil
 
+    if os.environ.get("RAY_ADDRESS", "local") != "local":
+        join = "from utils.cluster import start_ray; start_ray(1)"
+        answer = subprocess.run(
+            [sys.executable, "-c", join], capture_output=True, text=True, timeout=100
+        )
+        said = (answer.stderr if answer.returncode else answer.stdout).strip()
+        _, _, sentence = said.splitlines()[-1].rpartition("Error: ")
+        if answer.returncode:
+            what, _, mend = sentence.rpartition(": ")
+            return Result("FAIL", what, f"{mend[:1].upper()}{mend[1:]}")
+        return Result("ok", sentence)
     processes = [p.info for p in psutil.process_iter(["name", "username"])]
     owners = {str(p["username"]) for p in processes if p["name"] == "raylet"}
     if not owners:

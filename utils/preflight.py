@@ -20,6 +20,7 @@ def check_fits(num_workers: int, resources_per_worker: dict[str, float]) -> None
     Ray waits for ever for resources that no node has, because a node may join later.
     This looks at every node, as one worker has to fit one node. On a cluster that adds
     nodes when they are asked for (WORKSHOP_AUTOSCALING=1, and Anyscale) it checks nothing.
+    Where other jobs hold some of that room, it says that the run will wait.
 
     Raises:
         ValueError: they do not fit; says what was asked, what there is, what to change.
@@ -46,6 +47,7 @@ def check_fits(num_workers: int, resources_per_worker: dict[str, float]) -> None
             f"has room for {room} (its {len(nodes)} node(s) have {there}): lower the "
             "number of workers or what each asks for, or add nodes."
         )
+    _say_if_waiting({name: n * num_workers for name, n in needed.items()})
 
 
 def check_spare_cpus(num_workers: int) -> None:
@@ -66,6 +68,18 @@ def check_spare_cpus(num_workers: int) -> None:
             "none is left to read and decode the data: lower --num-workers, or start Ray "
             f"with at least {taken + 1} CPUs."
         )
+    _say_if_waiting({"CPU": taken + 1})
+
+
+def _say_if_waiting(needed: dict[str, float]) -> None:
+    """Say that a run will wait for what other jobs of the cluster hold, if it will."""
+    there, free = ray.cluster_resources(), ray.available_resources()
+    for name, n in needed.items():
+        if free.get(name, 0) < n:
+            print(
+                f"Of the cluster's {there[name]:g} {name}, {free.get(name, 0):g} are free: "
+                f"this run waits until other jobs have given back enough to make {n:g}."
+            )
 
 
 def check_shared(folder: str | Path) -> None:

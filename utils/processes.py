@@ -29,6 +29,10 @@ RAY_AT_IMPORT = {
         "|has been marked dead|cannot be scheduled right now"
         "|worker processes have been started"
         "|Reporting training result|Checkpoint successfully created"
+        # What a fit says of its start, on a cluster from every process. Ray's logs have it.
+        "|Requesting resources: |(Attempting to start|Started) training worker group"
+        r"|^- \(ip=.*world_rank=|Setting up process group for: |Moving model to device: "
+        "|Wrapping provided model in |and max_restarts > 0"
     ),
 }
 

@@ -1,0 +1,189 @@
+"""A cluster that somebody else has started: joined with its token, and given jobs."""
+
+import contextlib
+import json
+import re
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import pytest
+
+from tests import scripts
+from utils.processes import free_port
+
+pytestmark = [pytest.mark.part02, pytest.mark.slow]
+
+RAY = Path(sys.executable).with_name("ray")
+JOIN = """
+from utils.cluster import start_ray
+start_ray(2)
+import ray
+print("answers:", ray.get(ray.remote(lambda: 42).remote()))
+"""
+
+
+class Head(NamedTuple):
+    """A Ray of its own on this machine, with what a user of it has in the environment."""
+
+    address: str
+    dashboard: str
+    environment: dict[str, str]
+
+
+@contextlib.contextmanager
+def head(home: Path, mode: str):
+    """Start a head with `ray start` for a user who has a token, as after any local Ray."""
+    (home / ".ray").mkdir(parents=True)
+    (home / ".ray" / "auth_token").write_text("1" * 64)
+    user = scripts.environment() | {"HOME": str(home), "RAY_USAGE_STATS_ENABLED": "0"}
+    ours = {"WORKSHOP_MODE": "smoke", "WORKSHOP_STORAGE": str(home / "storage")}
+    port, dashboard = free_port(), free_port()
+    command = [RAY, "start", "--head", "--block", "--num-cpus=4", f"--port={port}"]
+    command += [f"--dashboard-port={dashboard}", "--dashboard-host=127.0.0.1"]
+    command += ["--node-ip-address=127.0.0.1", f"--temp-dir=/tmp/ray-{port}"]
+    with (home / "log").open("w") as log:
+        started = subprocess.Popen(
+            command,
+            env=user | ours | {"RAY_AUTH_MODE": mode},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        for _ in range(60):
+            if "Ray runtime started" in (home / "log").read_text():
+                break
+            time.sleep(1)
+        yield Head(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}", user)
+    finally:
+        family = [started, *psutil.Process(started.pid).children(recursive=True)]
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        started.wait(30)
+
+
+@pytest.fixture(scope="module")
+def protected(tmp_path_factory):
+    with head(tmp_path_factory.mktemp("protected") / "home", "token") as found:
+        yield found
+
+
+def run(command: list, there: Head, **environment) -> subprocess.CompletedProcess:
+    """As that user, with the cluster's address, and short of patience."""
+    known = {"RAY_ADDRESS": there.address, "RAY_gcs_rpc_server_connect_timeout_s": "2"}
+    return subprocess.run(
+        command,
+        cwd=scripts.ROOT,
+        env=there.environment | known | environment,
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+
+
+def test_a_token_that_is_here_is_sent(protected):
+    done = run([sys.executable, "-c", JOIN], protected)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "answers: 42"
+
+
+def test_an_open_cluster_is_joined_with_a_token_as_well(tmp_path):
+    """Who ever started a Ray of their own has one."""
+    with head(tmp_path / "home", "disabled") as there:
+        done = run([sys.executable, "-c", JOIN], there)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "answers: 42"
+
+
+def test_no_token_or_a_wrong_one_is_said(protected, tmp_path):
+    none = run([sys.executable, "-c", JOIN], protected, HOME=str(tmp_path))
+    wrong = run([sys.executable, "-c", JOIN], protected, RAY_AUTH_TOKEN="2" * 64)
+    mode = {"HOME": str(tmp_path), "RAY_AUTH_MODE": "token"}
+    missing = run([sys.executable, "-c", JOIN], protected, **mode)
+    for done, what in (
+        (none, "there is none here"),
+        (wrong, "the one in RAY_AUTH_TOKEN is not its"),
+        (missing, "there is none here"),
+    ):
+        last = done.stderr.splitlines()[-1]
+        asks = f"The Ray cluster at RAY_ADDRESS={protected.address} asks for a token"
+        assert f"{asks}, and {what}: run `ray get-auth-token` on its head" in last
+
+
+def test_the_doctor_says_it_too(protected, tmp_path):
+    doctor = "from utils import doctor; print(doctor.ray())"
+    joined = run([sys.executable, "-c", doctor], protected)
+    assert "state='ok', found='Ray 2." in joined.stdout, joined.stderr
+    refused = run([sys.executable, "-c", doctor], protected, HOME=str(tmp_path))
+    assert "state='FAIL'" in refused.stdout, refused.stderr
+    assert "asks for a token, and there is none here'" in refused.stdout
+    assert "mend='Run `ray get-auth-token` on its head" in refused.stdout
+
+
+def test_a_request_without_a_token_is_refused(protected):
+    request = f"{protected.dashboard}/api/jobs/"
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(request, timeout=20)
+    token = {"Authorization": "Bearer " + "1" * 64}
+    known = urllib.request.Request(request, headers=token)
+    assert urllib.request.urlopen(known, timeout=20).status == 200
+
+
+def submit(there: Head, script: str, *arguments) -> list[str]:
+    """Submit a script for one epoch; the lines that it printed, without colours."""
+    command = [RAY, "job", "submit", f"--address={there.dashboard}", *arguments, "--"]
+    command += ["python", script, "--num-workers", "2", "--epochs", "1"]
+    done = run([*command, "--batch-size", "256"], there, RAY_AUTH_MODE="token")
+    assert done.returncode == 0, done.stdout + done.stderr
+    plain = re.sub(r"\x1b\[\d+m", "", done.stdout)
+    printed = re.search(r"Running entrypoint.*?\n(.*?\n)\d{4}-", plain, re.DOTALL)
+    return printed[1].splitlines()
+
+
+@pytest.mark.runs(
+    "ray job submit --address=http://127.0.0.1:8265 --working-dir=. "
+    """--runtime-env-json='{"py_modules": ["utils"], "env_vars": """
+    """{"WORKSHOP_STORAGE": "/shared"}}' -- """
+    "python 02-ddp-pytorch-ray/train_ray_ddp.py --num-workers 4"
+)
+@pytest.mark.parametrize("variables", [False, True])
+def test_a_script_is_submitted_as_a_job(protected, tmp_path, variables):
+    """Its lines are those of a laptop, also with what the job brings along."""
+    script, arguments = scripts.TRAIN_RAY_DDP, []
+    if variables:
+        brought = {"WORKSHOP_MODE": "smoke", "WORKSHOP_STORAGE": str(tmp_path / "here")}
+        runtime = {"env_vars": brought, "py_modules": ["utils"]}
+        arguments = ["--working-dir=.", "--runtime-env-json", json.dumps(runtime)]
+        script = script.relative_to(scripts.ROOT)
+    lines = submit(protected, str(script), *arguments)
+    assert len(lines) == 3, lines
+    started, epoch, trained = lines
+    assert started.startswith("Ray 2.")
+    assert re.fullmatch(r"\(RayTrainWorker pid=\d+\) epoch 1: loss .*%", epoch)
+    assert trained.startswith("Trained. The last checkpoint is in ")
+    assert (str(tmp_path / "here") in trained) == variables
+
+
+HOLD = """
+import time
+from utils.cluster import start_ray
+import ray
+start_ray(2)
+holder = ray.remote(num_cpus=3)(type("Holder", (), {"here": lambda self: 1})).remote()
+ray.get(holder.here.remote())
+time.sleep(1)  # what is free is reported with a delay
+start_ray(2)
+"""
+
+
+def test_cpus_of_another_job_do_not_count_as_free(protected):
+    done = run([sys.executable, "-c", HOLD], protected)
+    assert done.returncode == 0, done.stderr
+    said = "Of the cluster's 4 CPU, 1 are free: this run waits until other jobs"
+    assert said in done.stdout.splitlines()[-1]
