@@ -5,6 +5,8 @@ import functools
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
 from utils import checks
 
@@ -53,6 +55,14 @@ def test_unknown_exercise_names_those_there_are():
         checks.check("9.9", 1)
 
 
+def the_wrong_way_round(model):
+    """HSDP whose shards are in pairs, and whose replicas are on both nodes."""
+    names = ("replicate", "shard")
+    return fully_shard(
+        model, mesh=dist.init_device_mesh("cpu", (4, 2), mesh_dim_names=names)
+    )
+
+
 # The mistakes that each exercise is about; none may be called right.
 WRONG = {
     "global batch": 32,
@@ -85,6 +95,11 @@ WRONG = {
     "DeepSpeed batch": 4 * 16,
     "lowest stage": 3,
     "stage 2 config": lambda config: {"zero_optimization": {"stage": 2}},
+    "replicate traffic": 2 * 3 / 4 * 4e9,
+    "tensor traffic": lambda layers, tokens, width, n: (
+        2 * layers * 2 * (n - 1) / n * tokens * width * 2
+    ),
+    "two nodes of four": the_wrong_way_round,
     "which row": "ddp",
     "traffic ratio": 1.0,
     "smallest": lambda parameters, budget: -(-16 * parameters // budget),

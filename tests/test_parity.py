@@ -27,8 +27,9 @@ from ray.train.torch import TorchTrainer
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests import compare, parity, scripts, sharding
+from tests import compare, parity, scripts, sharding, two_dimensions
 from tests.compare import relative
+from utils import memory
 from utils.datasets import write_shards
 from utils.launch import run_ranks
 
@@ -91,6 +92,24 @@ def with_ranks(num_workers: int) -> dict[str, dict[str, float]]:
 def with_shards(num_workers: int) -> dict[str, dict[str, float]]:
     found = run_ranks(sharding.train_all, num_workers, sharding.STRATEGIES)[0]
     return {n: parity.distances(r, reference_of_sharding()) for n, r in found.items()}
+
+
+@cache
+def on_a_grid() -> dict[str, dict[str, float]]:
+    """Distances of all layouts and mistakes on 2 x 2 ranks, and the "state" of rank 0."""
+    whole_run = two_dimensions.LAYOUTS | {
+        "shards nothing": two_dimensions.shards_nothing
+    }
+    chosen = {n: (lay_out, 10) for n, lay_out in whole_run.items()}
+    chosen |= {n: (lay_out, 1) for n, lay_out in two_dimensions.CONTROLS.items()}
+    found = {}
+    for name, ours in run_ranks(two_dimensions.train_all, 4, chosen)[0].items():
+        state = {"state": ours.pop("state")}
+        theirs = {n: t for n, t in reference_of_sharding().items() if n in ours}
+        if name in two_dimensions.CONTROLS:  # which take one step
+            theirs = {n: t for n, t in theirs.items() if n.startswith("gradient")}
+        found[name] = parity.distances(ours, theirs) | state
+    return found
 
 
 @cache
@@ -189,6 +208,44 @@ def test_mistakes_of_sharding_are_seen():
     assert relative(found["summed"] / 2, theirs) < FLOAT64
     assert torch.equal(*found["shards"].chunk(2))
     assert relative(found["shards"], found["weight"]) > 1e6 * FLOAT64
+
+
+def sharded_state(name: str) -> float:
+    """Bytes of state per rank in float32, by the formula."""
+    model = sharding.build_model(torch.float32)
+    here = sum(p.numel() for p in model.parameters())
+    if name == "tensor parallel":  # half of what is cut, and all else
+        for block in model.blocks:
+            cut = [block.out.weight, block.down.weight]
+            cut += [*block.qkv.parameters(), *block.up.parameters()]
+            here -= sum(p.numel() for p in cut) / 2
+    return memory.predict(here, 2, stage=3).total
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", two_dimensions.LAYOUTS)
+def test_a_grid_of_ranks_equals_one_process(name):
+    distance = on_a_grid()[name]
+    for key in ("losses", "gradient", "parameters"):
+        assert distance[key] < FLOAT64
+    assert distance["gradient32"] < FLOAT32
+    assert distance["state"] == pytest.approx(sharded_state(name), rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", two_dimensions.CONTROLS)
+def test_a_mistake_on_a_grid_is_seen(name):
+    assert on_a_grid()[name]["gradient"] > 1e6 * FLOAT64
+    assert on_a_grid()[name]["gradient32"] > 1e3 * FLOAT32
+
+
+@pytest.mark.slow
+def test_sharding_that_shards_nothing_is_seen_by_its_bytes_alone():
+    """A negative control: a model that stays whole trains like one process, too."""
+    fake = on_a_grid()["shards nothing"]
+    for key in ("losses", "gradient", "parameters"):
+        assert fake[key] < FLOAT64
+    assert fake["state"] == 2 * sharded_state("HSDP")
 
 
 def streamed(shards: list[str], decode, ranks: int) -> list[list[dict]]:

@@ -28,6 +28,7 @@ NAMES = {
             "torch.distributed._functional_collectives",
             "torch.distributed._functional_collectives.all_gather_single",
             "torch.distributed._functional_collectives.all_reduce",
+            "torch.distributed.distributed_c10d._resolve_process_group",
             "torch.utils._python_dispatch.TorchDispatchMode",
             "torch.utils._pytree.tree_leaves",
             "_schema",  # of an operator: what its arguments are called

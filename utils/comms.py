@@ -4,6 +4,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -15,10 +17,12 @@ class Comms:
 
     calls: how often, by name, a key of `RING` ("allreduce", "broadcast", "allgather", ...).
     payload: bytes of the tensors that the rank handed in, by name.
+    groups: the same for each process group on its own, by the ranks that are in it.
     """
 
     calls: Counter = field(default_factory=Counter)
     payload: Counter = field(default_factory=Counter)
+    groups: dict[tuple[int, ...], "Comms"] = field(default_factory=dict)
 
     def sent(self, world_size: int) -> float:
         """Bytes that each rank sent, if every collective runs over a ring.
@@ -28,6 +32,25 @@ class Comms:
 
         """
         return sum(RING[name](world_size) * n for name, n in self.payload.items())
+
+    def leaving_node(self, ranks_per_node: int) -> float:
+        """Bytes that leave each node, if every collective runs over a ring, in order.
+
+        Node 0 has ranks 0 to `ranks_per_node` - 1, and so on. The groups that this rank is
+        in stand for all groups, as in a mesh: of a ring's links, the share that leads to
+        another node counts, once for each rank of a node.
+        """
+        total = 0.0
+        for ranks, counted in self.groups.items():
+            nodes = [rank // ranks_per_node for rank in ranks]
+            leaving = sum(a != b for a, b in zip(nodes, nodes[1:] + nodes[:1]))
+            share = leaving / len(ranks)
+            total += ranks_per_node * share * counted.sent(len(ranks))
+        return total
+
+    def _add(self, name: str, nbytes: int) -> None:
+        self.calls[name] += 1
+        self.payload[name] += nbytes
 
 
 class count_comms(TorchDispatchMode):
@@ -58,8 +81,10 @@ class count_comms(TorchDispatchMode):
         if namespace in ("c10d", "_c10d_functional") and short:
             handed_in = _sent(namespace, short, args)
             tensors = [x for x in tree_leaves(handed_in) if _is_tensor(x)]
-            self.comms.calls[short] += 1
-            self.comms.payload[short] += sum(t.numel() * t.itemsize for t in tensors)
+            nbytes = sum(t.numel() * t.itemsize for t in tensors)
+            ranks = _ranks(func._schema, args)
+            self.comms._add(short, nbytes)
+            self.comms.groups.setdefault(ranks, Comms())._add(short, nbytes)
         return func(*args, **(kwargs or {}))
 
 
@@ -67,7 +92,8 @@ def allreduce_bytes(payload: int, world_size: int) -> float:
     """Bytes each rank sends when `payload` bytes are all-reduced over a ring.
 
     2 (N - 1) / N times the payload: a reduce-scatter and an all-gather, each of which
-    sends (N - 1) / N of it. No algorithm sends less.
+    sends (N - 1) / N of it. Ranks that only talk to each other cannot send less; a switch
+    that adds up on the way can save them some.
 
     Source: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for
     clusters of workstations", https://doi.org/10.1016/j.jpdc.2008.09.002
@@ -126,6 +152,17 @@ _OUTPUT_FIRST = ("allgather", "reducescatter", "alltoall", "scatter", "gather")
 
 def _sent(namespace: str, kind: str, args: tuple):
     return args[1 if namespace == "c10d" and kind in _OUTPUT_FIRST else 0]
+
+
+def _ranks(schema, args: tuple) -> tuple[int, ...]:
+    """The ranks of the process group that is among the arguments of a collective."""
+    names = ("process_group", "group_name")
+    group = next(x for a, x in zip(schema.arguments, args) if a.name in names)
+    if isinstance(group, str):
+        group = _resolve_process_group(group)
+    elif isinstance(group, torch.ScriptObject):
+        group = dist.ProcessGroup.unbox(group)
+    return tuple(dist.get_process_group_ranks(group))
 
 
 def _is_tensor(x) -> bool:

@@ -57,7 +57,7 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        width, self.heads = config.width, config.heads
+        width, self.head_width = config.width, config.width // config.heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
@@ -69,12 +69,13 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
 
     def attend(self, x):
-        batch, time, width = x.shape
-        qkv = self.qkv(x).view(batch, time, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [batch, heads, time, width / heads]
+        batch, time, _ = x.shape
+        # the rows of qkv belong to one head after the other: any half has whole heads
+        qkv = self.qkv(x).view(batch, time, -1, 3, self.head_width)
+        q, k, v = qkv.permute(3, 0, 2, 1, 4)  # each [batch, heads, time, width / heads]
         # is_causal instead of a mask: a buffer would be lost by an init on "meta"
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).reshape(batch, time, width))
+        return self.out(y.transpose(1, 2).reshape(batch, time, -1))
 
 
 class GPT(nn.Module):

@@ -1,6 +1,40 @@
 """Checks of the exercises of part 03: sharding."""
 
+from collections.abc import Callable
+
 from utils.checks.exercise import Exercise
+
+
+def _shards_in_nodes_of_four(wrap: Callable) -> bool:
+    """Whether rank 0 of 8, with the wrap of an answer, sends what HSDP (2 x 4) sends."""
+    # here, not above: they take seconds to import, which other exercises need not
+    import torch
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from utils.comms import allreduce_bytes, count_comms
+    from utils.memory import local_bytes
+    from utils.models import GPT, SMOKE
+
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    try:
+        model = GPT(SMOKE)
+        whole = local_bytes(model.parameters())
+        model = wrap(model)
+        held = local_bytes(model.parameters())
+        with count_comms() as counted:
+            model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
+    finally:
+        dist.destroy_process_group()
+    across = counted.groups.pop((0, 4), None)
+    return (
+        held == whole / 4
+        and counted.groups.keys() == {(0, 1, 2, 3)}
+        and across is not None
+        and across.calls.keys() == {"allreduce"}
+        and across.sent(2) == allreduce_bytes(whole // 4, 2)
+    )
+
 
 EXERCISES = {
     # 03-fsdp-deepspeed/01_where_memory_goes.ipynb
@@ -59,6 +93,27 @@ EXERCISES = {
             }
         ),
         "Change zero_optimization.stage and gradient_clipping, and keep all the rest.",
+    ),
+    # 03-fsdp-deepspeed/04_two_dimensions.ipynb
+    "replicate traffic": Exercise(
+        lambda answer: abs(answer - 2 * 3 / 4 * 1e9) < 1e6,
+        "An all-reduce over 4 ranks, of what one rank holds of the 4e9 bytes.",
+    ),
+    "tensor traffic": Exercise(
+        lambda f: all(
+            abs(
+                f(layers, tokens, width, n)
+                - 4 * layers * 2 * (n - 1) / n * tokens * width * 2
+            )
+            < 1e-6
+            for layers, tokens, width, n in ((4, 384, 64, 2), (32, 8192, 4096, 8))
+        ),
+        "Four all-reduces per block, two of them backward; each is two trips.",
+    ),
+    "two nodes of four": Exercise(
+        _shards_in_nodes_of_four,
+        "The last dimension of a mesh runs over neighbours, and fully_shard replicates "
+        "over the first. Return the model.",
     ),
     # 03-fsdp-deepspeed/05_choosing_a_strategy.ipynb
     "which row": Exercise(
