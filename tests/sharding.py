@@ -19,6 +19,7 @@ from torch.utils.data import TensorDataset
 
 from tests import scripts
 from tests.compare import vector
+from utils import comms
 from utils.comms import count_comms
 from utils.datasets import share_of_batch, text
 from utils.memory import state_bytes
@@ -117,6 +118,17 @@ def shard(model: GPT, keep: bool = False, bf16: bool = False, mesh=None) -> GPT:
     mesh = mesh or dist.init_device_mesh("cpu", (dist.get_world_size(),))
     flags = Namespace(keep=keep, bf16=bf16, offload=False)
     return scripts.load(TRAIN_FSDP2).shard(model, mesh, flags)
+
+
+def predict_fsdp2(keep: bool, world_size: int, config: GPTConfig = CONFIG) -> float:
+    """Bytes that each rank sends per step: what is in no block is gathered once only."""
+    model = GPT(config)
+    whole = sum(p.nbytes for p in model.parameters())
+    blocks = sum(p.nbytes for p in model.blocks.parameters())
+    freed = 0 if keep else blocks
+    return comms.predict("fsdp2", freed, world_size) + comms.predict(
+        "fsdp2-keep", whole - freed, world_size
+    )
 
 
 def fsdp2(

@@ -67,10 +67,13 @@ def allreduce_bytes(payload: int, world_size: int) -> float:
     """Bytes each rank sends when `payload` bytes are all-reduced over a ring.
 
     2 (N - 1) / N times the payload: a reduce-scatter and an all-gather, each of which
-    sends (N - 1) / N of it. No algorithm sends less.
+    sends (N - 1) / N of it. Where only the ranks add, no algorithm sends less. Switches
+    that add (NVIDIA's SHARP) can halve it: each rank sends its payload once.
 
-    Source: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for
-    clusters of workstations", https://doi.org/10.1016/j.jpdc.2008.09.002
+    Sources: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for
+    clusters of workstations", https://doi.org/10.1016/j.jpdc.2008.09.002; Graham et al.
+    2016, "Scalable Hierarchical Aggregation Protocol (SHArP)",
+    https://doi.org/10.1109/COMHPC.2016.006
     """
     return 2 * (world_size - 1) / world_size * payload
 
