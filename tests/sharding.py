@@ -120,15 +120,15 @@ def shard(model: GPT, keep: bool = False, bf16: bool = False, mesh=None) -> GPT:
     return scripts.load(TRAIN_FSDP2).shard(model, mesh, flags)
 
 
-def predict_fsdp2(keep: bool, world_size: int, config: GPTConfig = CONFIG) -> float:
-    """Bytes that each rank sends per step: what is in no block is gathered once only."""
+def predict_sent(strategy: str, world_size: int, config: GPTConfig = CONFIG) -> float:
+    """As `comms.predict`, but train_fsdp2.py gathers what is in no block once only."""
     model = GPT(config)
     whole = sum(p.nbytes for p in model.parameters())
+    if strategy != "fsdp2":
+        return comms.predict(strategy, whole, world_size)
     blocks = sum(p.nbytes for p in model.blocks.parameters())
-    freed = 0 if keep else blocks
-    return comms.predict("fsdp2", freed, world_size) + comms.predict(
-        "fsdp2-keep", whole - freed, world_size
-    )
+    kept = comms.predict("fsdp2-keep", whole - blocks, world_size)
+    return comms.predict("fsdp2", blocks, world_size) + kept
 
 
 def fsdp2(

@@ -18,5 +18,6 @@ def test_fsdp2_on_simulated_ranks_follows_the_formulas(world_size, keep):
     state, counted = fsdp2_step(config, world_size, keep)
     for measured, predicted in zip(state, memory.predict(parameters, world_size, 3)):
         assert measured == pytest.approx(predicted, rel=0.02)
-    predicted = sharding.predict_fsdp2(keep, world_size, config)
+    strategy = "fsdp2-keep" if keep else "fsdp2"
+    predicted = sharding.predict_sent(strategy, world_size, config)
     assert counted.sent(world_size) == pytest.approx(predicted, rel=0.01)

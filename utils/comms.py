@@ -102,7 +102,7 @@ TRIPS = {
     "zero1": 2,  # reduce gradients to their owners, all-gather parameters
     "zero2": 2,
     "zero3": 3,  # all-gather for forward and again for backward, reduce-scatter
-    "fsdp2": 3,
+    "fsdp2": 3,  # reshard_after_forward=True; by default the root's group makes 2
     "fsdp2-keep": 2,  # reshard_after_forward=False: gathered once
 }
 
