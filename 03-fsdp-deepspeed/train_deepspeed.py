@@ -10,6 +10,7 @@ with `--max-restarts=1`).
 """
 
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from utils import command_line, datasets, settings, torchrun_or_ray, zero_config
-from utils.models import GPT, GPT2_124M, SMOKE
+from utils.models import GPT, GPT2_124M, SMOKE, fill_by_name
 from utils.zero import LOAD_ERRORS, check_world_size, is_universal, load_deepspeed
 
 MODELS = {"smoke": SMOKE, "gpt2-124m": GPT2_124M}
@@ -32,8 +33,7 @@ def train(args):
     train_set = datasets.text("train", shape.block_size, args.text)
     test_set = datasets.text("test", shape.block_size, args.text)
 
-    torch.manual_seed(0)  # the same weights on every rank, before they are cut
-    model = GPT(shape).to(device)
+    model = build(shape, device, args.engine_config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     folder = checkpoint_to_load(args.checkpoint_dir)
     engine = make_engine(model, optimizer, args.engine_config, folder)
@@ -47,14 +47,25 @@ def train(args):
     return {"first_step": first_step, "losses": losses, "test_loss": test_loss}
 
 
-def make_engine(model, optimizer, config, folder):
-    """Hand over model, optimizer and settings; `folder` is the checkpoint to load."""
+def build(shape, device, config):
+    """A model of which, at stage 3, no rank ever holds more than its part and a layer."""
     zero_config.check_batch_size(config, dist.get_world_size())
-    config["checkpoint"] = {"load_universal": bool(folder) and is_universal(folder)}
     deepspeed = load_deepspeed()
     deepspeed.init_distributed(settings.backend())  # joins the group that exists
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    return engine
+    cut = config["zero_optimization"].get("stage") == 3
+    with deepspeed.zero.Init(config_dict_or_path=config, enabled=cut):
+        model = GPT(shape).to(device)  # every layer is cut as soon as it is made
+    # whole again one by one; of what the ranks then write, that of rank 0 counts
+    gather = partial(deepspeed.zero.GatheredParameters, modifier_rank=0)
+    fill_by_name(model, gather)  # the same weights on every number of ranks
+    return model
+
+
+def make_engine(model, optimizer, config, folder):
+    """Hand over model, optimizer and settings; `folder` is the checkpoint to load."""
+    config["checkpoint"] = {"load_universal": bool(folder) and is_universal(folder)}
+    together = {"model": model, "optimizer": optimizer, "config": config}
+    return load_deepspeed().initialize(**together)[0]
 
 
 def train_steps(engine, train_set, first_step, args):
@@ -109,12 +120,10 @@ def evaluate(model, test_set, rank, world_size, device, batch_size=16):
 def save_checkpoint(engine, step, folder):
     """All ranks write their own partition, at the same time; then `latest` names it."""
     tag = f"step-{step:06d}"
-    client_state = {"step": step, "global_batch": engine.train_batch_size()}
+    extra = {"step": step, "global_batch": engine.train_batch_size()}
     with settings.explain_writing(folder / tag):  # a disk may be full
         # DeepSpeed's rank 0 would write `latest` while another rank may still be writing
-        engine.save_checkpoint(
-            folder, tag, client_state=client_state, save_latest=False
-        )
+        engine.save_checkpoint(folder, tag, client_state=extra, save_latest=False)
     dist.barrier()
     if dist.get_rank() == 0:
         with settings.write_whole(folder / "latest") as file:
@@ -142,13 +151,7 @@ def load_checkpoint(engine, folder):
         step, global_batch = client_state["step"], client_state["global_batch"]
     except LOAD_ERRORS as error:
         raise torchrun_or_ray.cannot_load(folder) from error
-    if global_batch != engine.train_batch_size():
-        raise ValueError(
-            f"The checkpoint was trained with a global batch of {global_batch}, and now "
-            f"it is {engine.train_batch_size()}: set --batch-size and "
-            "--gradient-accumulation-steps so that their product, times "
-            f"{dist.get_world_size()} workers, is the former."
-        )
+    torchrun_or_ray.check_global_batch(global_batch, engine.train_batch_size())
     return step
 
 
@@ -159,8 +162,7 @@ def export(engine, checkpoint, path):
     dist.barrier()  # rank 0 reads what every rank wrote
     if dist.get_rank() == 0:
         if engine.zero_optimization_stage() == 0:  # nothing is in partitions
-            whole = engine.module.state_dict()
-            weights = {name: tensor.cpu() for name, tensor in whole.items()}
+            weights = {k: v.cpu() for k, v in engine.module.state_dict().items()}
         else:
             weights = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(
                 checkpoint.parent, checkpoint.name

@@ -12,17 +12,12 @@ import time
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed import fsdp
 from torch.distributed.checkpoint import state_dict as sd
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
 from torch.nn import functional as F
 
 from utils import command_line, datasets, settings, torchrun_or_ray
-from utils.models import GPT, GPT2_124M, SMOKE
+from utils.models import GPT, GPT2_124M, SMOKE, fill_by_name
 
 MODELS = {"smoke": SMOKE, "gpt2-124m": GPT2_124M}
 
@@ -36,11 +31,8 @@ def train(args):
     train_set = datasets.text("train", config.block_size, args.text)
     test_set = datasets.text("test", config.block_size, args.text)
 
-    torch.manual_seed(0)  # the same weights on every rank, before they are cut
-    mesh = dist.init_device_mesh(device.type, (world_size,))
-    model = shard(GPT(config).to(device), mesh, args)
+    model = build(config, device, args)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
-
     first_step = resume(model, optimizer, args)
     losses = train_steps(model, optimizer, train_set, first_step, args)
     test_loss = evaluate(model, test_set, rank, world_size, device)
@@ -49,18 +41,27 @@ def train(args):
     return {"first_step": first_step, "losses": losses, "test_loss": test_loss}
 
 
+def build(config, device, args):
+    """A model of which no rank ever holds more than its shards and one parameter."""
+    with torch.device("meta"):  # shapes, and no memory
+        model = GPT(config)
+    shard(model, dist.init_device_mesh(device.type, (dist.get_world_size(),)), args)
+    model.to_empty(device="cpu" if args.offload else device)  # memory for the shards
+    fill_by_name(model)  # the same weights on every number of ranks
+    return model
+
+
 def shard(model, mesh, args):
     """Cut every parameter into one piece per rank: first each block, then the rest."""
-    options = {
-        "mesh": mesh,
-        "reshard_after_forward": not args.keep,
-        "offload_policy": CPUOffloadPolicy() if args.offload else OffloadPolicy(),
-    }
+    # None: free blocks after forward; keep the rest, which backward needs first
+    options = {"mesh": mesh, "reshard_after_forward": False if args.keep else None}
+    if args.offload:
+        options["offload_policy"] = fsdp.CPUOffloadPolicy()
     if args.bf16:  # stored in fp32, gathered and computed in bf16, reduced in fp32
-        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        options["mp_policy"] = fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for block in model.blocks:
-        fully_shard(block, **options)
-    return fully_shard(model, **options)
+        fsdp.fully_shard(block, **options)
+    return fsdp.fully_shard(model, **options)
 
 
 def train_steps(model, optimizer, train_set, first_step, args):
@@ -147,18 +148,12 @@ def load_checkpoint(model, optimizer, global_batch, folder):
         dcp.load(state, checkpoint_id=folder)
     except dcp.CheckpointException as error:
         raise torchrun_or_ray.cannot_load(folder) from error
-    if state["global_batch"] != global_batch:
-        world_size = dist.get_world_size()
-        raise ValueError(
-            f"The checkpoint was trained with a global batch of {state['global_batch']}, "
-            f"and {world_size} workers with the given --batch-size make {global_batch}: "
-            f"set --batch-size so that it times {world_size} is the former."
-        )
-    states = {
+    torchrun_or_ray.check_global_batch(state["global_batch"], global_batch)
+    loaded = {
         "model_state_dict": state["model"],
         "optim_state_dict": state["optimizer"],
     }
-    sd.set_state_dict(model, optimizer, **states)
+    sd.set_state_dict(model, optimizer, **loaded)
     return state["step"]
 
 

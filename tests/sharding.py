@@ -19,6 +19,7 @@ from torch.utils.data import TensorDataset
 
 from tests import scripts
 from tests.compare import vector
+from utils import comms
 from utils.comms import count_comms
 from utils.datasets import share_of_batch, text
 from utils.memory import state_bytes
@@ -117,6 +118,17 @@ def shard(model: GPT, keep: bool = False, bf16: bool = False, mesh=None) -> GPT:
     mesh = mesh or dist.init_device_mesh("cpu", (dist.get_world_size(),))
     flags = Namespace(keep=keep, bf16=bf16, offload=False)
     return scripts.load(TRAIN_FSDP2).shard(model, mesh, flags)
+
+
+def predict_sent(strategy: str, world_size: int, config: GPTConfig = CONFIG) -> float:
+    """As `comms.predict`, but train_fsdp2.py gathers what is in no block once only."""
+    model = GPT(config)
+    whole = sum(p.nbytes for p in model.parameters())
+    if strategy != "fsdp2":
+        return comms.predict(strategy, whole, world_size)
+    blocks = sum(p.nbytes for p in model.blocks.parameters())
+    kept = comms.predict("fsdp2-keep", whole - blocks, world_size)
+    return comms.predict("fsdp2", blocks, world_size) + kept
 
 
 def fsdp2(

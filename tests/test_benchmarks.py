@@ -27,7 +27,7 @@ from tests.benchmarks import (
 from tests.benchmarks.__main__ import FOLDER, main
 from tests.benchmarks.ratios import MET, MISSED, NOT_DECIDED, Ratio, interleave, ratio
 from tests.benchmarks.rows import Row
-from utils import comms, memory
+from utils import memory
 from utils.models import GPT, SMOKE
 
 
@@ -270,7 +270,7 @@ def test_bytes_of_one_strategy_on_one_rank_decide(monkeypatch, what, factor, ver
         for name, stage in exact.STRATEGIES.items():
             kind = memory.DEEPSPEED_FP32 if name.startswith("zero") else memory.FP32
             state = memory.predict(parameters, num_workers, stage, kind)
-            sent = comms.predict(name, 4 * parameters, num_workers)
+            sent = sharding.predict_sent(name, num_workers)
             for rank in found:
                 held = {"state": [state.total], "between": [1.01 * state.total]}
                 rank[name] = {"sent": sent} | held

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from utils import checks
+from utils import checks, memory
 
 
 @pytest.fixture(autouse=True)
@@ -86,12 +86,23 @@ WRONG = {
     "steps trained twice": 75,
     "seconds between saves": 2 * 2 * 36_000,
     "elastic batch": lambda worlds, batch: [batch] * len(worlds),
+    "parameter bytes": lambda model: 4 * sum(p.numel() for p in model.parameters()),
     "state of 70B": 16 * 70,
     "floor of stage 1": 16 * 70,
     "sgd": lambda stage, n: 12 / n,
+    "smaller groups": lambda model, mesh: fully_shard(model, mesh=mesh),
     "all-gathers": 32 + 1,
-    "bytes of FSDP2": 2 * 4e9,
     "rows per rank": lambda rows, n: [rows // n] * n,
+    "five all-gathers": lambda model, mesh: [
+        fully_shard(module, mesh=mesh, reshard_after_forward=False)
+        for module in (*model.blocks, model)
+    ],
+    "bytes of FSDP2": 2 * 4e9,
+    "batch per worker": 12,
+    # the parameters alone say nothing of the optimizer
+    "is it sharded": lambda model, optimizer, world_size: (
+        memory.local_bytes(model.parameters()) <= 4 * 236_928
+    ),
     "DeepSpeed batch": 4 * 16,
     "lowest stage": 3,
     "stage 2 config": lambda config: {"zero_optimization": {"stage": 2}},

@@ -155,9 +155,9 @@ def trained_with(path: Path) -> list[torch.Tensor]:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     script = scripts.load(sharding.TRAIN_DEEPSPEED)
-    model = sharding.build_model(torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     config = zero_config.read_config(path) | {NAMES[0]: 6}
+    model = script.build(sharding.CONFIG, torch.device("cpu"), config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     engine = script.make_engine(model, optimizer, config, None)
     from deepspeed.utils import safe_get_full_fp32_param
 

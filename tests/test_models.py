@@ -4,7 +4,15 @@ import pytest
 import torch
 from torch import nn
 
-from utils.models import GPT, GPT2_124M, SMOKE, GPTConfig, generate, resnet18
+from utils.models import (
+    GPT,
+    GPT2_124M,
+    SMOKE,
+    GPTConfig,
+    fill_by_name,
+    generate,
+    resnet18,
+)
 
 
 def count(model):
@@ -90,6 +98,21 @@ def test_init_weights_gives_a_meta_model_the_same_weights():
     theirs = expected.state_dict()
     for name, value in model.state_dict().items():
         assert torch.equal(value, theirs[name]), name
+
+
+def test_filled_by_name_the_weights_are_as_init_weights_draws_them():
+    """Same means and spreads, no two parameters equal, and no seed but the names."""
+    drawn, filled = GPT(SMOKE), GPT(SMOKE)
+    torch.manual_seed(1)
+    fill_by_name(filled)
+    for (name, ours), theirs in zip(filled.named_parameters(), drawn.parameters()):
+        assert ours.mean().item() == pytest.approx(theirs.mean().item(), abs=2e-3), name
+        assert ours.std().item() == pytest.approx(theirs.std().item(), abs=2e-3), name
+    first, second = (filled.blocks[i].up.weight for i in (0, 1))
+    assert not torch.equal(first, second)
+    again = GPT(SMOKE)
+    fill_by_name(again)
+    assert torch.equal(again.blocks[1].up.weight, second)
 
 
 def test_generate_continues_with_the_most_likely_token():

@@ -239,8 +239,8 @@ def test_what_cannot_be_resumed_from_is_said(tmp_path):
         return fsdp2, list(refusals_of_zero(tmp_path / "zero"))
 
     fsdp2, deepspeed = run_ranks(refuse, 1)[0]
-    assert "1 workers with the given --batch-size make 6" in fsdp2[0]
-    assert "now it is 6" in deepspeed[0]
+    assert "now it is 6" in fsdp2[0]
+    assert fsdp2[0] == deepspeed[0]
     for folder, said in ((tmp_path / "fsdp2", fsdp2), (tmp_path / "zero", deepspeed)):
         step = folder / "step-000005"
         assert set(said[1:]) == {str(torchrun_or_ray.cannot_load(step))}

@@ -2,8 +2,9 @@
 
 import pytest
 
+from tests import sharding
 from tests.simulate import fsdp2_step
-from utils import comms, memory
+from utils import memory
 from utils.models import GPT, GPTConfig
 
 pytestmark = pytest.mark.part03
@@ -18,5 +19,5 @@ def test_fsdp2_on_simulated_ranks_follows_the_formulas(world_size, keep):
     for measured, predicted in zip(state, memory.predict(parameters, world_size, 3)):
         assert measured == pytest.approx(predicted, rel=0.02)
     strategy = "fsdp2-keep" if keep else "fsdp2"
-    predicted = comms.predict(strategy, 4 * parameters, world_size)
+    predicted = sharding.predict_sent(strategy, world_size, config)
     assert counted.sent(world_size) == pytest.approx(predicted, rel=0.01)

@@ -10,6 +10,8 @@ from torch.utils.data import TensorDataset
 from tests import scripts, sharding
 from utils.comms import count_comms
 from utils.launch import run_ranks
+from utils.memory import count_memory
+from utils.models import GPT, SMOKE
 
 # Seven images, which two ranks cannot share equally; of class 0 is the first alone.
 IMAGES, LABELS = torch.zeros(7, 1), torch.tensor([0, 1, 1, 1, 1, 1, 1])
@@ -50,7 +52,8 @@ def test_every_test_image_counts_once():
 
 
 def test_fsdp2_gathers_one_block_at_a_time():
-    """Every block is a group of its own, and what is outside of them one more."""
+    """Every block is a group of its own, and what is outside of them one more, which is
+    gathered once: the backward pass needs it first."""
 
     def count():
         dist.init_process_group("gloo")
@@ -60,7 +63,7 @@ def test_fsdp2_gathers_one_block_at_a_time():
         return dict(comms.calls)
 
     groups = sharding.CONFIG.layers + 1
-    counted = {"allgather": 2 * groups, "reducescatter": groups}
+    counted = {"allgather": 2 * groups - 1, "reducescatter": groups}
     assert run_ranks(count, 2) == [counted] * 2
 
 
@@ -83,6 +86,39 @@ def test_gradients_are_clipped_by_their_norm_over_all_ranks():
 
     for whole, clipped in run_ranks(clip_to_half, 2):
         assert clipped == pytest.approx(whole / 2, rel=1e-5)
+
+
+LARGEST = 4 * 256 * 64  # bytes of the largest parameter
+
+
+def build_fsdp2(args) -> torch.nn.Module:
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    module = scripts.load(sharding.TRAIN_FSDP2)
+    return module.build(module.MODELS["smoke"], torch.device("cpu"), args)
+
+
+def build_zero3(args) -> torch.nn.Module:
+    sharding.load_deepspeed().init_distributed("gloo")
+    module, config = scripts.load(sharding.TRAIN_DEEPSPEED), args.engine_config
+    return module.build(module.MODELS["smoke"], torch.device("cpu"), config)
+
+
+@pytest.mark.parametrize("build", [build_fsdp2, build_zero3])
+def test_no_rank_ever_holds_the_whole_model(build):
+    """While it is built: shards, and of one parameter what was drawn and what is cut."""
+    script = sharding.TRAIN_FSDP2 if build == build_fsdp2 else sharding.TRAIN_DEEPSPEED
+
+    def built() -> int:
+        sys.argv = [script.name, "--smoke-test"]
+        args = scripts.load(script).parse_args()
+        with count_memory() as counter:
+            build(args)
+        return counter.peak
+
+    whole = 4 * sum(p.numel() for p in GPT(SMOKE).parameters())
+    for peak in run_ranks(built, 2):
+        assert peak < whole / 2 + 3 * LARGEST < 0.75 * whole
 
 
 def losses(script, num_workers: int) -> tuple[list[float], float]:

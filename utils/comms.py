@@ -92,11 +92,13 @@ def allreduce_bytes(payload: int, world_size: int) -> float:
     """Bytes each rank sends when `payload` bytes are all-reduced over a ring.
 
     2 (N - 1) / N times the payload: a reduce-scatter and an all-gather, each of which
-    sends (N - 1) / N of it. Ranks that only talk to each other cannot send less; a switch
-    that adds up on the way can save them some.
+    sends (N - 1) / N of it. Where only the ranks add, no algorithm sends less. Switches
+    that add (NVIDIA's SHARP) can halve it: each rank sends its payload once.
 
-    Source: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for
-    clusters of workstations", https://doi.org/10.1016/j.jpdc.2008.09.002
+    Sources: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for
+    clusters of workstations", https://doi.org/10.1016/j.jpdc.2008.09.002; Graham et al.
+    2016, "Scalable Hierarchical Aggregation Protocol (SHArP)",
+    https://doi.org/10.1109/COMHPC.2016.006
     """
     return 2 * (world_size - 1) / world_size * payload
 
@@ -125,7 +127,7 @@ TRIPS = {
     "zero1": 2,  # reduce gradients to their owners, all-gather parameters
     "zero2": 2,
     "zero3": 3,  # all-gather for forward and again for backward, reduce-scatter
-    "fsdp2": 3,
+    "fsdp2": 3,  # reshard_after_forward=True; by default the root's group makes 2
     "fsdp2-keep": 2,  # reshard_after_forward=False: gathered once
 }
 

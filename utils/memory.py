@@ -119,6 +119,8 @@ class count_memory(TorchDispatchMode):
         seen = {id(t.untyped_storage()) for t in _tensors((args, kwargs))}
         result = func(*args, **(kwargs or {}))
         for tensor in _tensors(result):
+            if tensor.device.type == "meta":
+                continue  # a shape, without memory
             storage = tensor.untyped_storage()
             if id(storage) not in seen and id(storage) not in self._sizes:
                 self._sizes[id(storage)] = 0

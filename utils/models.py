@@ -1,10 +1,13 @@
 """The models that every lesson trains."""
 
+import zlib
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
 from torchvision.models import resnet18 as torchvision_resnet18
 
@@ -131,6 +134,42 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
+
+
+@torch.no_grad()
+def fill_by_name(model: nn.Module, gather=nullcontext) -> None:
+    """Give a GPT random weights, the same on every number of ranks, sharded or not.
+
+    Each parameter is drawn whole from a seed of its name, on the CPU of every rank. If it
+    is a DTensor, each rank then keeps its shard. So a rank never holds more than its
+    shards and one parameter. The values are distributed as those of `init_weights`.
+
+    Args:
+        model: in memory, not on "meta".
+        gather: for parameters that are whole only in a `with gather(parameter)` block,
+            as at stage 3 of DeepSpeed.
+    """
+    for name, parameter in model.named_parameters():
+        with gather(parameter):
+            parameter.copy_(cut_like(parameter, start_values(name, parameter.shape)))
+
+
+def cut_like(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """Of a sharded parameter's values this rank's shard, as a DTensor; sends nothing."""
+    if not isinstance(parameter, DTensor):
+        return whole
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+
+
+def start_values(name: str, shape: torch.Size) -> torch.Tensor:
+    """What a GPT's parameter `name` starts from, drawn from a seed of that name."""
+    if name.endswith("bias"):
+        return torch.zeros(shape)
+    if len(shape) == 1:  # the weight of a layer norm
+        return torch.ones(shape)
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return torch.empty(shape).normal_(std=0.02, generator=generator)
 
 
 @torch.no_grad()

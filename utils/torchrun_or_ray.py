@@ -103,6 +103,19 @@ def cannot_load(checkpoint: Path) -> ValueError:
     )
 
 
+def check_global_batch(saved: int, now: int) -> None:
+    """Check that a run goes on with the global batch that its checkpoint was made with.
+
+    Raises:
+        ValueError: it is different.
+    """
+    if saved != now:
+        raise ValueError(
+            f"The checkpoint was trained with a global batch of {saved}, and now it is "
+            f"{now}: set --batch-size so that all workers and passes together make {saved}."
+        )
+
+
 def _under_torchrun(train: Callable, args: Namespace, backend: str | None) -> dict:
     import torch.distributed as dist
 

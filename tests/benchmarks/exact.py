@@ -6,7 +6,7 @@ import torch
 
 from tests import sharding
 from tests.benchmarks.rows import Row
-from utils import comms, memory
+from utils import memory
 from utils.launch import run_ranks
 
 STRATEGIES = {"ddp": 0, "fsdp2": 3, "fsdp2-keep": 3, "zero1": 1, "zero2": 2, "zero3": 3}
@@ -39,7 +39,7 @@ def rows() -> list[Row]:
         kind = memory.DEEPSPEED_FP32 if name.startswith("zero") else memory.FP32
         total[name] = memory.predict(parameters, 2, stage, kind).total
         state[name] = _worst(sum(found[name]["state"]) / total[name] for found in ranks)
-        sends = comms.predict(name, 4 * parameters, 2)
+        sends = sharding.predict_sent(name, 2)
         sent[name] = _worst(found[name]["sent"] / sends for found in ranks)
     between = _worst(sum(found["zero2"]["between"]) / total["zero2"] for found in ranks)
     held = (

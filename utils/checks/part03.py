@@ -36,8 +36,40 @@ def _shards_in_nodes_of_four(wrap: Callable) -> bool:
     )
 
 
+def _counts_parameter_bytes(answer) -> bool:
+    from torch import nn  # here, as below: every lesson imports this module
+
+    small, half = nn.Linear(3, 5), nn.Linear(3, 5).bfloat16()
+    mixed = nn.Sequential(nn.Linear(2, 2).double(), nn.LayerNorm(7))
+    return [answer(model) for model in (small, half, mixed)] == [80, 40, 104]
+
+
+def _lowers_the_peak(answer) -> bool:
+    from utils.checks.sharding import lowers_the_peak
+
+    return lowers_the_peak(answer)
+
+
+def _takes_five_all_gathers(answer) -> bool:
+    from utils.checks.sharding import holds_its_share, simulate
+
+    step = simulate(answer)
+    wanted = {"allgather": 5, "reducescatter": 3}
+    return step.calls == wanted and holds_its_share(step)
+
+
+def _tells_shards_from_copies(answer) -> bool:
+    from utils.checks.sharding import tells_shards_from_copies
+
+    return tells_shards_from_copies(answer)
+
+
 EXERCISES = {
     # 03-fsdp-deepspeed/01_where_memory_goes.ipynb
+    "parameter bytes": Exercise(
+        _counts_parameter_bytes,
+        "Add up numel() times the bytes of one number, which is its element_size().",
+    ),
     "state of 70B": Exercise(
         lambda answer: abs(answer - 4.375) < 0.05,
         "16 bytes per parameter, and at stage 3 all of them are divided by 256.",
@@ -57,14 +89,14 @@ EXERCISES = {
         ),
         "Three times 4 bytes; the stage says which of them are divided by world_size.",
     ),
+    "smaller groups": Exercise(
+        _lowers_the_peak,
+        "Blocks are the largest groups left: wrap what is in them, and wrap the model too.",
+    ),
     # 03-fsdp-deepspeed/02_fsdp2.ipynb
     "all-gathers": Exercise(
         lambda answer: answer == 2 * (32 + 1),
         "Each group is gathered for forward and again for backward; the model is one.",
-    ),
-    "bytes of FSDP2": Exercise(
-        lambda answer: abs(answer - 2 * 7 / 8 * 4e9) < 1e6,
-        "One all-gather and one reduce-scatter, each (N - 1) / N of 4e9 bytes.",
     ),
     "rows per rank": Exercise(
         lambda f: all(
@@ -73,6 +105,22 @@ EXERCISES = {
             for rows, n in ((8, 2), (10, 4), (256, 3), (3, 4))
         ),
         "A piece has ceil(rows / world_size) rows; the last ranks get what is left.",
+    ),
+    "five all-gathers": Exercise(
+        _takes_five_all_gathers,
+        "Two blocks can share a group, and the group of the model itself is gathered once.",
+    ),
+    "bytes of FSDP2": Exercise(
+        lambda answer: abs(answer - 2 * 7 / 8 * 4e9) < 1e6,
+        "One all-gather and one reduce-scatter, each (N - 1) / N of 4e9 bytes.",
+    ),
+    "batch per worker": Exercise(
+        lambda answer: answer == 16,
+        "Eight times 12 is the global batch, and it has to stay: divide it by six.",
+    ),
+    "is it sharded": Exercise(
+        _tells_shards_from_copies,
+        "Compare state_bytes with memory.predict, all three parts, and allow for padding.",
     ),
     # 03-fsdp-deepspeed/03_deepspeed_zero.ipynb
     "DeepSpeed batch": Exercise(
