@@ -91,8 +91,6 @@ WRONG = {
     "floor of stage 1": 16 * 70,
     "sgd": lambda stage, n: 12 / n,
     "smaller groups": lambda model, mesh: fully_shard(model, mesh=mesh),
-    "all-gathers": 32 + 1,
-    "rows per rank": lambda rows, n: [rows // n] * n,
     "five all-gathers": lambda model, mesh: [
         fully_shard(module, mesh=mesh, reshard_after_forward=False)
         for module in (*model.blocks, model)

@@ -94,18 +94,6 @@ EXERCISES = {
         "Blocks are the largest groups left: wrap what is in them, and wrap the model too.",
     ),
     # 03-fsdp-deepspeed/02_fsdp2.ipynb
-    "all-gathers": Exercise(
-        lambda answer: answer == 2 * (32 + 1),
-        "Each group is gathered for forward and again for backward; the model is one.",
-    ),
-    "rows per rank": Exercise(
-        lambda f: all(
-            list(f(rows, n))
-            == [max(0, min(-(-rows // n), rows - r * -(-rows // n))) for r in range(n)]
-            for rows, n in ((8, 2), (10, 4), (256, 3), (3, 4))
-        ),
-        "A piece has ceil(rows / world_size) rows; the last ranks get what is left.",
-    ),
     "five all-gathers": Exercise(
         _takes_five_all_gathers,
         "Two blocks can share a group, and the group of the model itself is gathered once.",
