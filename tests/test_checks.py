@@ -63,6 +63,12 @@ def the_wrong_way_round(model):
     )
 
 
+def gathers_twice(model, mesh):
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh)  # frees each block after its forward pass
+    return model
+
+
 # The mistakes that each exercise is about; none may be called right.
 WRONG = {
     "global batch": 32,
@@ -103,13 +109,15 @@ WRONG = {
     ),
     "DeepSpeed batch": 4 * 16,
     "lowest stage": 3,
-    "stage 2 config": lambda config: {"zero_optimization": {"stage": 2}},
+    "two trips": lambda config: config,
+    "ZeRO-3 chart": 15,
     "replicate traffic": 2 * 3 / 4 * 4e9,
     "tensor traffic": lambda layers, tokens, width, n: (
         2 * layers * 2 * (n - 1) / n * tokens * width * 2
     ),
     "two nodes of four": the_wrong_way_round,
     "which row": "ddp",
+    "two trips, half the state": gathers_twice,
     "traffic ratio": 1.0,
     "smallest": lambda parameters, budget: -(-16 * parameters // budget),
 }

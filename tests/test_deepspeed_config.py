@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests import scripts, sharding
-from utils import memory, zero, zero_config
+from utils import zero, zero_config
 from utils.launch import run_ranks
 
 pytestmark = pytest.mark.part03
@@ -174,29 +174,3 @@ def test_both_files_train_the_same(monkeypatch):
     ours, theirs = run_ranks(lambda: list(map(trained_with, paths)), 2)[0]
     torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
     assert not torch.equal(ours[0], sharding.build_model(torch.float32).tokens.weight)
-
-
-def test_stage_0_in_bf16_holds_float32_masters(monkeypatch):
-    """So with them it holds what the ZeRO paper counts, 2 + 2 + 12 bytes."""
-
-    def measure() -> memory.State:
-        engine = sharding.load_deepspeed()  # sets the device before a group is made
-        engine.init_distributed("gloo")
-        model = sharding.build_model(torch.float32)
-        engine, *_ = engine.initialize(
-            model=model,
-            optimizer=torch.optim.AdamW(model.parameters()),
-            config=sharding.zero_config(0, 12) | {"bf16": {"enabled": True}},
-        )
-        for step in range(2):
-            engine.backward(sharding.loss_of(engine, *sharding.share(step)))
-            state = zero.zero_state_bytes(engine)
-            engine.step()
-        return state
-
-    monkeypatch.setenv("WORKSHOP_MODE", "smoke")
-    parameters = sum(
-        p.numel() for p in sharding.build_model(torch.float32).parameters()
-    )
-    expected = memory.predict(parameters, 1, 0, memory.MIXED)
-    assert run_ranks(measure, 1)[0] == expected

@@ -69,11 +69,12 @@ def check_world_size(checkpoint: Path, world_size: int) -> None:
 def zero_state_bytes(engine) -> memory.State:
     """Bytes of state that this rank holds for a DeepSpeed engine, its partition.
 
-    Call it between `backward` and `step`. The optimizer's part contains the fp32 master
-    copy of the parameters, which stages 1 to 3 keep also where the model is fp32, and
-    stage 0 where it is bf16. Between two passes stage 1 holds all gradients, and stage 2
-    those of whole weights: of one that the border of two partitions cuts, both ranks hold
-    all. In the last pass each holds its partition.
+    Call it between `backward` and `step`. The optimizer's part contains the master copy of
+    the parameters (float32, unless `bf16_master_weights_and_grads` says otherwise), which
+    stages 1 to 3 keep even if the model is float32, and stage 0 if it is bf16. Between two
+    passes stage 1 holds all gradients, and stage 2 those of whole weights: of one that
+    the border of two partitions cuts, both ranks hold all. In the last pass each holds its
+    partition.
     """
     outer = engine.optimizer
     parameters = list(engine.module.parameters())

@@ -1,6 +1,6 @@
 """`make bench`: measure every row, and write RESULTS.md, results.json and ratios.png.
 
-    python -m tests.benchmarks [exact steps streaming start allocator executing commands]
+    python -m tests.benchmarks [PART ...]
 
 names the parts to measure; the rows of the others stay as they were.
 """
@@ -15,7 +15,8 @@ from pathlib import Path
 
 from tests.notebooks.execution import RECORDING_ENVIRONMENT
 
-PARTS = ("exact", "steps", "streaming", "start", "allocator", "executing", "commands")
+PARTS = ("exact", "steps", "predicting", "streaming", "start", "allocator")
+PARTS += ("executing", "commands")
 FOLDER = Path(__file__).parent
 
 

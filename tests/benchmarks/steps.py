@@ -23,6 +23,7 @@ from tests.benchmarks.rows import Row
 from utils.datasets import digits, text
 from utils.launch import run_ranks
 from utils.models import GPT, GPT2_124M, GPTConfig, resnet18
+from utils.timing import PEAK_FLOPS
 from utils.zero import load_deepspeed
 
 # 6.5 million parameters: large enough that the work is not all overhead.
@@ -30,10 +31,6 @@ CONFIG = GPTConfig(layers=8, heads=8, width=256)
 # Ranks send the same bytes whatever the batch: a large one gives them more work for it.
 IMAGES = 64, 512
 TEXTS = 8, 64
-# bf16 without sparsity, from NVIDIA's data sheets; the first name that fits counts
-PEAK_FLOPS = {"A100-": 312e12, "A100 ": 312e12, "H100 PCIe": 756e12, "H100 NVL": 835e12}
-PEAK_FLOPS |= {"H100": 989e12, "H200 NVL": 835e12, "H200": 989e12, "A10G": 70e12}
-PEAK_FLOPS |= {"L40S": 362e12, "L40": 181e12, "L4": 121e12}
 
 
 def seconds_of(step) -> float:

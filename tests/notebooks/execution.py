@@ -80,11 +80,21 @@ def without_traceback(notebook: nbformat.NotebookNode) -> None:
                 output.traceback = [f"{output.ename}: {output.evalue}"]
 
 
+def without_widgets(notebook: nbformat.NotebookNode) -> None:
+    """Sliders are alive in JupyterLab only: their state is not for a recording."""
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            shown = (output.get("data", {}) for output in cell.outputs)
+            alive = [any("widget-view" in kind for kind in data) for data in shown]
+            cell.outputs = [o for o, a in zip(cell.outputs, alive) if not a]
+
+
 def record(paths: list[Path]) -> None:
     """Execute notebooks in smoke mode and save them with clean outputs."""
     for path in tqdm(paths, desc="record", unit="notebook"):
         notebook = execute(path, RECORDING_ENVIRONMENT)
         without_traceback(notebook)
+        without_widgets(notebook)
         with_navigation(path, notebook)
         notebook.metadata = nbformat.from_dict(
             {

@@ -1,8 +1,80 @@
 """Checks of the exercises of part 03: sharding."""
 
+import copy
+import os
 from collections.abc import Callable
 
 from utils.checks.exercise import Exercise
+
+# Modules that import torch are imported where they are used: other parts do without.
+# What ds_config.json leaves to DeepSpeed's defaults, at stage 2; with a small bucket.
+STAGE_2 = {
+    "train_micro_batch_size_per_gpu": 2,
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": 500_000},
+}
+
+
+def _small_gpt():
+    """The small GPT on the CPU, its number of parameters, and two texts for it."""
+    import torch
+
+    from utils.models import GPT, SMOKE
+
+    os.environ["WORKSHOP_MODE"] = "smoke"  # on CPUs, even if there are GPUs
+    torch.manual_seed(0)
+    model = GPT(SMOKE)
+    return model, sum(p.numel() for p in model.parameters()), torch.ones(2, 64).long()
+
+
+def _trips(config: dict) -> float:
+    """How often a step of DeepSpeed on two ranks moves all parameters past a rank."""
+    from torch.optim import AdamW
+
+    from utils import comms, zero
+
+    (model, parameters, texts), deepspeed = _small_gpt(), zero.load_deepspeed()
+    deepspeed.init_distributed("gloo")
+    optimizer = AdamW(model.parameters())
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    for _ in range(2):  # the first step sends more
+        with comms.count_comms() as counted:
+            engine.backward(engine(texts).square().mean())
+            engine.step()
+    return counted.sent(2) / (2 * parameters)
+
+
+def _makes_two_trips(my_config) -> bool:
+    from utils.launch import run_ranks
+
+    config = my_config(copy.deepcopy(STAGE_2))
+    if config["zero_optimization"]["stage"] != 2:
+        return False
+    return abs(run_ranks(_trips, 2, config, timeout=120)[0] - 2) < 0.01
+
+
+def _sent_and_held(wrap) -> tuple[float, float]:
+    """Trips of a step on two ranks, and the share of all state that a rank holds."""
+    import torch.distributed as dist
+    from torch.optim import AdamW
+
+    from utils import comms, memory
+
+    model, parameters, texts = _small_gpt()
+    dist.init_process_group("gloo")
+    model = wrap(model, dist.init_device_mesh("cpu", (2,)))
+    optimizer = AdamW(model.parameters())
+    with comms.count_comms() as counted:
+        model(texts).square().mean().backward()
+    optimizer.step()
+    held = memory.state_bytes(model, optimizer).total
+    return counted.sent(2) / (2 * parameters), held / (16 * parameters)
+
+
+def _sends_as_ddp_and_holds_half(wrap) -> bool:
+    from utils.launch import run_ranks
+
+    trips, share = run_ranks(_sent_and_held, 2, wrap, timeout=120)[0]
+    return abs(trips - 2) < 0.01 and abs(share - 1 / 2) < 0.01
 
 
 def _shards_in_nodes_of_four(wrap: Callable) -> bool:
@@ -119,16 +191,13 @@ EXERCISES = {
         lambda answer: answer == 1,
         "Work out 2 + 2 + 12 bytes with the last part, or more, divided by 4.",
     ),
-    "stage 2 config": Exercise(
-        lambda f: (
-            f({"zero_optimization": {"stage": 3, "reduce_bucket_size": 9}, "a": 1})
-            == {
-                "zero_optimization": {"stage": 2, "reduce_bucket_size": 9},
-                "a": 1,
-                "gradient_clipping": 0.5,
-            }
-        ),
-        "Change zero_optimization.stage and gradient_clipping, and keep all the rest.",
+    "two trips": Exercise(
+        _makes_two_trips,
+        "Stay at stage 2, and switch off what all-reduces gradients in full by default.",
+    ),
+    "ZeRO-3 chart": Exercise(
+        lambda answer: abs(answer - 10) < 1e-6,
+        "Stage 3 divides all three by the same number: 2, 2 and 12 bytes stay.",
     ),
     # 03-fsdp-deepspeed/04_two_dimensions.ipynb
     "replicate traffic": Exercise(
@@ -153,8 +222,12 @@ EXERCISES = {
     ),
     # 03-fsdp-deepspeed/05_choosing_a_strategy.ipynb
     "which row": Exercise(
-        lambda answer: answer in ("fsdp2", "zero3"),
-        "Call choose(13e9, 16, 40). At stage 2, what do 2 bytes per parameter take?",
+        lambda answer: answer == "fsdp2",
+        "Call choose(13e9, 16, gpu_gb=40, layers=40), and look at what fsdp2-keep holds.",
+    ),
+    "two trips, half the state": Exercise(
+        _sends_as_ddp_and_holds_half,
+        "fully_shard every block, then the model; what makes it gather a second time?",
     ),
     "traffic ratio": Exercise(
         lambda answer: abs(answer - 1.5) < 1e-6,

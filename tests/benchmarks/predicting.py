@@ -1,0 +1,124 @@
+"""Seconds of steps outside of the fitted range: predicted by utils.timing, or measured."""
+
+import time
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from tests import sharding
+from tests.benchmarks.ratios import MET, MISSED, NOT_DECIDED, interval
+from tests.benchmarks.rows import Row
+from utils import comms, timing
+from utils.launch import run_ranks
+from utils.models import GPT, GPTConfig
+
+# Layers and width of the GPTs of notebook 03/05, each with every strategy.
+FIT = [(2, 64), (4, 64), (8, 64), (2, 128), (4, 128), (2, 256)]
+LARGER = [(16, 64), (8, 128), (4, 256)]
+STRATEGIES = ("ddp", "fsdp2", "fsdp2-keep")
+TEXTS, ROUNDS, BAR = 8, 8, 0.2
+
+Key = tuple[int, int, str]  # layers, width, strategy
+
+
+def build(layers: int, width: int, strategy: str):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(layers=layers, width=width))
+    if strategy == "ddp":
+        model = DDP(model, gradient_as_bucket_view=True)
+    else:
+        model = sharding.shard(model, keep=strategy.endswith("keep"))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def seconds_of(model, optimizer, tokens: torch.Tensor) -> float:
+    """The shorter of two steps, from all ranks ready to all ranks done."""
+    found = []
+    for _ in range(2):
+        dist.barrier()
+        start = time.perf_counter()
+        F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.barrier()
+        found.append(time.perf_counter() - start)
+    return min(found)
+
+
+def measure() -> list[dict[Key, float]]:
+    """Seconds by key, of each round through all sizes, up and down in turns."""
+    dist.init_process_group("gloo")
+    keys = [(*size, name) for size in FIT + LARGER for name in STRATEGIES]
+    built = {key: build(*key) for key in keys}
+    tokens = torch.randint(256, (TEXTS, 64))
+    rounds = []
+    for number in range(-1, ROUNDS):  # one to warm up
+        order = keys if number % 2 else keys[::-1]
+        rounds.append({key: seconds_of(*built[key], tokens) for key in order})
+    return rounds[1:]
+
+
+def work_of(layers: int, width: int, strategy: str) -> timing.Work:
+    """What a rank of two does in a step."""
+    with torch.device("meta"):
+        model = GPT(GPTConfig(layers=layers, width=width))
+    parameters = sum(p.numel() for p in model.parameters())
+    return timing.Work(
+        timing.training_flops(parameters, TEXTS * 64),
+        comms.predict(strategy, 4 * parameters, 2),
+        timing.messages(strategy, layers),
+    )
+
+
+def predicted_over_measured(
+    rounds: list[dict[Key, float]], latency: bool = True
+) -> dict[Key, list[float]]:
+    """By key outside of the fitted range: the ratio in each round, fitted in that round."""
+    works = {key: work_of(*key) for key in rounds[0]}
+    if not latency:
+        works = {key: work._replace(messages=0) for key, work in works.items()}
+    found = {key: [] for key in works if key[:2] in LARGER}
+    for seconds in rounds:
+        fitted = [key for key in seconds if key[:2] in FIT]
+        machine = timing.fit([works[k] for k in fitted], [seconds[k] for k in fitted])
+        for key, ratios in found.items():
+            guess = timing.predict(works[key], machine).exposed
+            ratios.append(guess / seconds[key])
+    return found
+
+
+def rows_of(rounds: list[dict[Key, float]]) -> list[Row]:
+    """Row 15, with and without the latency term: the size that is predicted worst."""
+    what = "seconds of a step outside of the fitted range, 9 cases: predicted over measured"
+    found = []
+    for latency in (True, False):
+        ratios = predicted_over_measured(rounds, latency)
+        medians = {key: float(np.median(each)) for key, each in ratios.items()}
+        worst = max(medians, key=lambda key: abs(np.log(medians[key])))
+        low, high = interval(ratios[worst])
+        inside = low >= 1 - BAR and high <= 1 + BAR
+        outside = high < 1 - BAR or low > 1 + BAR
+        verdict = MET if inside else MISSED if outside else NOT_DECIDED
+        mean = np.mean([abs(each - 1) for each in medians.values()])
+        found.append(
+            Row(
+                15,
+                f"{what}, the worst" + ("" if latency else ", without a latency term"),
+                f"within {BAR:.0%}" if latency else "printed",
+                f"{medians[worst]:.3g}",
+                f"{low:.3g} to {high:.3g}",
+                verdict=verdict if latency else "",
+                note=f"{worst[0]} layers, width {worst[1]}, {worst[2]}; "
+                f"{mean:.0%} off on average",
+                data={" ".join(map(str, key)): each for key, each in ratios.items()},
+            )
+        )
+    return found
+
+
+def rows() -> list[Row]:
+    """Row 15 of the table."""
+    return rows_of(run_ranks(measure, 2)[0])

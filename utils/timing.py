@@ -1,0 +1,124 @@
+"""How long a training step takes: computing, sending, and a price for every message.
+
+A model of three constants (a `Machine`), to be fitted on one's own machine or read off data
+sheets. It knows nothing of input pipelines, stragglers or memory.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from scipy.optimize import nnls
+
+from utils.comms import TRIPS
+
+# bf16 without sparsity, from NVIDIA's data sheets; the first name that fits counts
+PEAK_FLOPS = {"A100-": 312e12, "A100 ": 312e12, "H100 PCIe": 756e12, "H100 NVL": 835e12}
+PEAK_FLOPS |= {"H100": 989e12, "H200 NVL": 835e12, "H200": 989e12, "A10G": 70e12}
+PEAK_FLOPS |= {"L40S": 362e12, "L40": 181e12, "L4": 121e12}
+# What the published runs of notebook 03/05 cover; `check_range` refuses what is outside.
+PARAMETERS, GPUS = (0.76e9, 65e9), (8, 512)
+
+
+class Work(NamedTuple):
+    """What one rank does in a step: FLOPs, bytes that it sends, messages (collectives)."""
+
+    flops: float
+    sent: float
+    messages: float
+
+
+class Machine(NamedTuple):
+    """What one rank gets: FLOPs per second, bytes per second, seconds per message."""
+
+    flops: float
+    bandwidth: float
+    latency: float
+
+
+class Seconds(NamedTuple):
+    """A step if all sending hides behind computing, and if none does."""
+
+    hidden: float
+    exposed: float
+
+
+def training_flops(parameters: float, tokens: float) -> float:
+    """FLOPs of forward and backward pass: 6 for every parameter and token.
+
+    Attention's scores are left out: they add `12 * layers * width * time` per token.
+
+    Source: Kaplan et al. 2020, "Scaling Laws for Neural Language Models", section 2.1
+    (arXiv 2001.08361).
+    """
+    return 6 * parameters * tokens
+
+
+def messages(strategy: str, layers: int) -> int:
+    """Collectives of a step with one group per layer and one for the rest of the model.
+
+    FSDP2 and ZeRO-3 make one per trip and group. DDP, ZeRO-1 and ZeRO-2 send buckets, here
+    taken as one per trip. `strategy` is a key of `utils.comms.TRIPS`.
+    """
+    by_group = strategy.startswith("fsdp2") or strategy == "zero3"
+    return TRIPS[strategy] * (layers + 1 if by_group else 1)
+
+
+def predict(work: Work, machine: Machine) -> Seconds:
+    """The bounds of a step. On CPUs, whose cores both compute and send, take `exposed`."""
+    computing = work.flops / machine.flops
+    sending = work.sent / machine.bandwidth + work.messages * machine.latency
+    return Seconds(max(computing, sending), computing + sending)
+
+
+def fit(works: Sequence[Work], seconds: Sequence[float]) -> Machine:
+    """The machine whose steps come nearest, all exposed; no constant is negative.
+
+    Least squares of the relative errors, so that short steps count as much as long ones. A
+    constant that the steps do not need (a column of zeros) costs nothing: its rate is inf.
+
+    Raises:
+        ValueError: there are fewer steps than constants.
+    """
+    if len(works) < len(Machine._fields):
+        raise ValueError(f"{len(works)} steps cannot tell three constants apart.")
+    costs = np.array(works, dtype=float) / np.array(seconds)[:, None]
+    scale = costs.max(axis=0)  # FLOPs and messages are eleven digits apart
+    scale[scale == 0] = 1
+    found, _ = nnls(costs / scale, np.ones(len(works)))
+    per_flop, per_byte, per_message = map(float, found / scale)
+    rates = (1 / each if each else float("inf") for each in (per_flop, per_byte))
+    return Machine(*rates, per_message)
+
+
+def h100_cluster(gpus: int, utilisation: float = 0.4) -> Machine:
+    """H100 GPUs, 8 per node, by data sheets; `utilisation` is the share of peak FLOPs.
+
+    989 TFLOPs per second in bf16 (dense), NVLink 450 GB/s each way, and between nodes 8
+    network cards of 50 GB/s, which the GPUs of a node share in a ring. A message passes
+    gpus - 1 hops of a ring; a hop takes what the all-reduces of 1 MiB in the last source
+    took, on B200 GPUs: 3.6 microseconds in a node (36.06 GB/s), 6.1 across (5.37 GB/s).
+
+    Sources: https://www.nvidia.com/en-us/data-center/h100/ and
+    https://docs.nvidia.com/dgx/dgxh100-user-guide/ (data sheets),
+    https://github.com/stas00/ml-engineering/tree/master/network (all-reduces)
+    """
+    one_node = gpus <= 8
+    hop = 3.6e-6 if one_node else 6.1e-6
+    bandwidth = 450e9 if one_node else 400e9
+    return Machine(utilisation * PEAK_FLOPS["H100"], bandwidth, (gpus - 1) * hop)
+
+
+def check_range(parameters: float, gpus: int) -> None:
+    """Whether runs of this size were among those that the model was checked against.
+
+    Raises:
+        ValueError: they were not; says which were.
+    """
+    inside = PARAMETERS[0] <= parameters <= PARAMETERS[1] and GPUS[0] <= gpus <= GPUS[1]
+    if not inside:
+        raise ValueError(
+            f"{parameters / 1e9:g} billion parameters on {gpus} GPUs are outside of what "
+            f"was checked ({PARAMETERS[0] / 1e9:g} to {PARAMETERS[1] / 1e9:g} billion on "
+            f"{GPUS[0]} to {GPUS[1]} GPUs): measure a step instead."
+        )
