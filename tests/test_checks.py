@@ -89,9 +89,9 @@ WRONG = {
             and state["seen"]
         ),
     ),
-    "elastic batch": lambda worlds, batch: [batch] * len(worlds),
     "seconds to spare": 30 - 5 - 15,
     "stop together": lambda flag: flag,
+    "elastic batch": lambda worlds, batch: [batch] * len(worlds),
     "state of 70B": 16 * 70,
     "floor of stage 1": 16 * 70,
     "sgd": lambda stage, n: 12 / n,
