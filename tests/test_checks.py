@@ -91,6 +91,22 @@ WRONG = {
     "label counts": lambda batch: {"counts": np.bincount(batch["label"], minlength=10)},
     "steps trained twice": 75,
     "seconds between saves": 2 * 2 * 36_000,
+    "whole checkpoint": (
+        lambda model, optimizer, schedule, seen: {  # forgets the schedule
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "seen": seen,
+        },
+        lambda state, model, optimizer, schedule: (
+            (
+                model.load_state_dict(state["model"]),
+                optimizer.load_state_dict(state["optimizer"]),
+            )
+            and state["seen"]
+        ),
+    ),
+    "seconds to spare": 30 - 5 - 15,
+    "stop together": lambda flag: flag,
     "elastic batch": lambda worlds, batch: [batch] * len(worlds),
     "parameter bytes": lambda model: 4 * sum(p.numel() for p in model.parameters()),
     "state of 70B": 16 * 70,

@@ -1,6 +1,6 @@
 """Faults of controllers, drivers, nodes and storage: no checkpoint is lost.
 
-That of a worker is tried in 02-ddp-pytorch-ray/04_fault_tolerance_and_elasticity.ipynb.
+That of a worker is tried in 02-ddp-pytorch-ray/04_fault_tolerance.ipynb.
 
 Every run here ends with the weights of a run without Ray in which nothing happens.
 """

@@ -5,10 +5,13 @@ import logging
 import os
 import shlex
 import socket
+import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
+import cloudpickle
 import ray
 from ray._private.authentication.authentication_token_setup import (
     maybe_enable_token_auth_if_token_available,
@@ -99,6 +102,28 @@ def _for_other_nodes() -> dict:
         # Ray refuses a driver that names what its job has named, equal or not
         os.environ["RAY_OVERRIDE_JOB_RUNTIME_ENV"] = "1"
     return found
+
+
+def another_driver(function: Callable, *args) -> subprocess.Popen:
+    """Call `function(*args)` in a process of its own, which joins this process's Ray.
+
+    What it prints and returns is lost. It ends with the function, or when it is killed.
+    """
+    program = (
+        "import pickle, sys, ray; ray.init(); "
+        "function, args = pickle.load(sys.stdin.buffer); function(*args)"
+    )
+    address = {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    driver = subprocess.Popen(
+        [sys.executable, "-c", program],
+        env=os.environ | address,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    with driver.stdin as pipe:
+        pipe.write(cloudpickle.dumps((function, args)))
+    return driver
 
 
 def _connect(num_cpus: int, address: str | None, options: dict) -> str:

@@ -13,6 +13,80 @@ class _Add:
         return a[0] + b[0], max(a[1], b[1]) + 1
 
 
+def _goes_on_exactly(answer: tuple) -> bool:
+    """Whether what `pack` saves and `unpack` loads continues a training bit for bit."""
+    from utils.launch import run_ranks
+
+    pack, unpack = answer
+    return all(run_ranks(_interrupted_equals_undisturbed, 2, pack, unpack, timeout=60))
+
+
+def _interrupted_equals_undisturbed(pack, unpack) -> bool:
+    """On one rank: 6 steps, and 3 steps, a restart and 3 more, give the same weights."""
+    import io
+
+    import torch
+    import torch.distributed as dist
+    from torch.optim.lr_scheduler import StepLR
+
+    def start():
+        torch.manual_seed(0)
+        model = torch.nn.Linear(8, 1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        return model, optimizer, StepLR(optimizer, 2, gamma=0.5)
+
+    def train(model, optimizer, schedule, seen, steps):
+        for _ in range(steps):
+            torch.manual_seed(seen + dist.get_rank())  # each rank has its own images
+            optimizer.zero_grad()
+            model(torch.randn(16, 8)).square().mean().backward()
+            for p in model.parameters():
+                dist.all_reduce(p.grad, op=dist.ReduceOp.SUM)
+            optimizer.step()
+            schedule.step()
+            seen += 16 * dist.get_world_size()
+        return seen
+
+    dist.init_process_group("gloo")
+    undisturbed, interrupted, restarted = start(), start(), start()
+    train(*undisturbed, seen=0, steps=6)
+    seen = train(*interrupted, seen=0, steps=3)
+    file = io.BytesIO()
+    torch.save(pack(*interrupted, seen), file)
+    file.seek(0)
+    train(*restarted, seen=unpack(torch.load(file), *restarted), steps=3)
+    pairs = zip(undisturbed[0].parameters(), restarted[0].parameters())
+    same = all(torch.equal(theirs, ours) for theirs, ours in pairs)
+    dist.destroy_process_group()
+    return same
+
+
+def _stops_together(anyone) -> bool:
+    """Whether three ranks end after the same step, if one of them wants to, or none."""
+    from utils.launch import run_ranks
+
+    asked = [[False] * 4, [False, False, True, False], [True, False, False, False]]
+    one_asks = run_ranks(_steps_until, 3, anyone, asked, timeout=60)
+    none_asks = run_ranks(_steps_until, 3, anyone, [[False] * 4] * 3, timeout=60)
+    return one_asks == [1, 1, 1] and none_asks == [4, 4, 4]
+
+
+def _steps_until(anyone, asked: list[list[bool]]) -> int:
+    """On one rank: steps of a training that ends once `anyone(flag)` says so."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    steps = 0
+    for flag in asked[dist.get_rank()]:
+        dist.all_reduce(torch.zeros(1))  # a step, in which all ranks take part
+        steps += 1
+        if anyone(flag):
+            break
+    dist.destroy_process_group()
+    return steps
+
+
 _COUNTS_303 = np.array([[1, 0, 0, 2, 0, 0, 0, 0, 0, 0]])
 
 
@@ -58,7 +132,7 @@ EXERCISES = {
         ),
         "np.bincount(labels, minlength=10) counts; a leading axis makes it one row.",
     ),
-    # 02-ddp-pytorch-ray/04_fault_tolerance_and_elasticity.ipynb
+    # 02-ddp-pytorch-ray/04_fault_tolerance.ipynb
     "steps trained twice": Exercise(
         lambda answer: answer == 16,
         "From which step does the last checkpoint go on? Count from there to step 75.",
@@ -67,8 +141,21 @@ EXERCISES = {
         lambda answer: abs(answer - (2 * 2 * 36_000) ** 0.5) < 1,
         "sqrt(2 * c * f), with both in seconds.",
     ),
+    "whole checkpoint": Exercise(
+        _goes_on_exactly,
+        "Which objects, and which number, change from step to step?",
+    ),
+    # 02-ddp-pytorch-ray/05_elastic_training.ipynb
     "elastic batch": Exercise(
         lambda f: f([3, 2, 3], 32) == [96, 64, 96] and f([], 8) == [],
         "The batch of one worker times the workers, for each epoch.",
+    ),
+    "seconds to spare": Exercise(
+        lambda answer: answer == 30 - 5 - 4 - 15,
+        "The notice may come right after Ray asked, and be heard right after a step began.",
+    ),
+    "stop together": Exercise(
+        _stops_together,
+        "Every rank needs the flags of all ranks, before any of them decides.",
     ),
 }

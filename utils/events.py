@@ -1,0 +1,67 @@
+"""A log file that all processes of a run write to: what happened when, and waiting for it.
+
+A process that is killed returns nothing, so what it did is read from here.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+
+def note(path: str | Path, event: str, **details) -> None:
+    """Append a line to the log: `event`, time (seconds), pid, rank, and `details`.
+
+    Where there is a process group, the line also says its world size.
+    """
+    details |= {"event": event, "time": time.time(), "pid": os.getpid()}
+    if dist.is_initialized():
+        details |= {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+    with open(path, "a") as file:  # a short line is written whole, or not at all
+        file.write(json.dumps(details) + "\n")
+
+
+def noted(path: str | Path, event: str, after: float = 0, **where) -> list[dict]:
+    """The entries of an event after a time, in order, whose details equal `where`."""
+    lines = Path(path).read_text().splitlines() if Path(path).exists() else []
+    entries = [json.loads(line) for line in lines]
+    wanted = where.items() | {("event", event)}
+    return [
+        entry
+        for entry in entries
+        if entry["time"] > after and all(entry.get(k) == v for k, v in wanted)
+    ]
+
+
+def wait_for(
+    path: str | Path,
+    event: str,
+    unless: Callable[[], bool] = lambda: False,
+    seconds: float = 150,
+    **where,
+) -> dict:
+    """Wait for the first entry that `noted` finds.
+
+    Raises:
+        TimeoutError: there was none within `seconds`, or `unless()` came true before.
+    """
+    deadline = time.monotonic() + seconds
+    while not (found := noted(path, event, **where)):
+        if unless() or time.monotonic() > deadline:
+            raise TimeoutError(f"{event!r} with {where} did not happen.")
+        time.sleep(0.01)
+    return found[0]
+
+
+def when(path: str | Path, event: str, act: Callable[[dict], Any], **where) -> Future:
+    """Call `act(entry)` in a thread once there is an entry that `wait_for` waits for."""
+
+    def watch():
+        return act(wait_for(path, event, **where))
+
+    return ThreadPoolExecutor(1).submit(watch)

@@ -1,0 +1,92 @@
+"""Several nodes inside this machine, which can be added, drained and killed.
+
+Each has a raylet and an object store of its own. What is told or done to a node counts once
+Ray Train knows of it: so these functions return only then, and nobody has to wait more.
+"""
+
+import os
+import subprocess
+import time
+
+import ray
+from ray.cluster_utils import Cluster
+
+from utils.processes import free_port
+
+WORKER = {"CPU": 1, "trainer": 1}  # what a training worker asks for: a node has one
+
+
+def start(count: int) -> Cluster:
+    """A head node for a driver, and `count` nodes with room for a worker each.
+
+    A node counts as lost after five missed health checks. They come every half second
+    here, not every three.
+    """
+    quick, port = {"health_check_period_ms": 500}, free_port(8265)
+    head = {"num_cpus": 2, "_system_config": quick, "dashboard_port": port}
+    # for Ray's processes: else some of them ask whatever Ray was last noted here
+    os.environ["RAY_API_SERVER_ADDRESS"] = f"http://127.0.0.1:{port}"
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    for _ in range(count):
+        cluster.add_node(num_cpus=1, resources={"trainer": 1})
+    return cluster
+
+
+def add(cluster: Cluster):
+    """Start one more node for a worker; returns it. Call it on the main thread."""
+    node = cluster.add_node(num_cpus=1, resources={"trainer": 1})
+    _tell_ray_train(len(cluster.list_all_nodes()))
+    return node
+
+
+def kill(cluster: Cluster, node) -> None:
+    """SIGKILL to all processes of a node, as when its machine loses power."""
+    cluster.remove_node(node, allow_graceful=False)
+    _tell_ray_train(len(cluster.list_all_nodes()))
+
+
+def drain(cluster: Cluster, node, seconds: int) -> None:
+    """Tell Ray that a node will be taken away in `seconds`; returns at once.
+
+    Raises:
+        subprocess.CalledProcessError: Ray refuses.
+    """
+    notice = ["ray", "drain-node", "--address", cluster.address]
+    notice += ["--node-id", node.node_id, "--deadline-remaining-seconds", str(seconds)]
+    notice += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot"]
+    subprocess.run(notice, check=True, capture_output=True)
+
+
+def wait_until_gone(cluster: Cluster, node) -> None:
+    """Wait until a node that was drained is gone; what it leaves behind is ended."""
+    _wait(lambda: node.node_id not in _alive(), "the node is still there")
+    kill(cluster, node)
+
+
+def stop(cluster: Cluster) -> None:
+    """Leave the cluster and end all its nodes."""
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def _alive() -> set[str]:
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+
+
+def _tell_ray_train(expected: int) -> None:
+    """Wait until Ray has `expected` nodes, and renew Ray Train's own list of them.
+
+    Ray Train renews it every 20 seconds, which no setting changes (TICK_INTERVAL_S in
+    ray/data/_internal/cluster_autoscaler/default_autoscaling_coordinator.py of Ray 2.60).
+    """
+    _wait(lambda: len(_alive()) == expected, f"not {expected} nodes")
+    its_list = ray.get_actor("AutoscalingCoordinator", "AutoscalingCoordinator")
+    ray.get(its_list.get_reserved_resources.remote("", recompute=True))
+
+
+def _wait(until, problem: str, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not until():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"After {seconds} s {problem}: {ray.nodes()}")
+        time.sleep(0.1)
