@@ -151,7 +151,7 @@ def test_actors_train_with_the_loop_of_part_01():
     """With its average_gradients spelled out, and without the losses."""
     part_01, part_02 = scripts.TRAIN_DDP.parent, scripts.TRAIN_RAY_DDP.parent
     by_hand = functions(part_01 / "01_data_parallelism_by_hand.ipynb")
-    by_actors = functions(part_02 / "01_ray_core_in_ten_minutes.ipynb")
+    by_actors = functions(part_02 / "01_ray_core.ipynb")
 
     def loop(function: ast.FunctionDef) -> str:
         (found,) = (node for node in function.body if isinstance(node, ast.For))

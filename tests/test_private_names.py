@@ -58,7 +58,10 @@ NAMES = {
         ),
         "test_no_statistics_and_a_short_poll": ("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S",),
         "02-ddp-pytorch-ray/02_*.ipynb": ("RAY_TRAIN_ENABLE_PRINT_PATCH",),
-        "02-ddp-pytorch-ray/03_*.ipynb": ("RAY_DATA_USE_DATASOURCE_V2",),
+        "02-ddp-pytorch-ray/03_*.ipynb": (
+            "RAY_DATA_USE_DATASOURCE_V2",
+            "RAY_DATA_PARQUET_FOOTER_NUM_ACTORS",
+        ),
         # What Ray notices of a hang, and after how long.
         "02-ddp-pytorch-ray/04_*.ipynb": (
             "RAY_TRAIN_COLLECTIVE_TIMEOUT_S",

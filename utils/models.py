@@ -141,8 +141,9 @@ def fill_by_name(model: nn.Module, gather=nullcontext) -> None:
     """Give a GPT random weights, the same on every number of ranks, sharded or not.
 
     Each parameter is drawn whole from a seed of its name, on the CPU of every rank. If it
-    is a DTensor, each rank then keeps its shard. So a rank never holds more than its
-    shards and one parameter. The values are distributed as those of `init_weights`.
+    is a DTensor, each rank then keeps its shard. So beside its shards a rank never holds
+    more than one parameter and its pieces. The values are distributed as those of
+    `init_weights`.
 
     Args:
         model: in memory, not on "meta".

@@ -1,5 +1,7 @@
 """Checks of the exercises of part 02: Ray, Ray Train and Ray Data."""
 
+from unittest import mock
+
 import numpy as np
 
 from utils.checks.exercise import Exercise
@@ -87,11 +89,60 @@ def _steps_until(anyone, asked: list[list[bool]]) -> int:
     return steps
 
 
-_COUNTS_303 = np.array([[1, 0, 0, 2, 0, 0, 0, 0, 0, 0]])
+def _runs_all_at_once(run_all) -> bool:
+    """Whether it submits every task before it waits for the first result."""
+    import ray  # here, not above: part 01 has no need of it
+
+    done = []
+
+    class Task:
+        @staticmethod
+        def remote(x: int) -> int:  # a number stands for the reference to its square
+            done.append("submit")
+            return x
+
+    def get(references, **_):
+        done.append("get")
+        several = isinstance(references, list)
+        return [x * x for x in references] if several else references**2
+
+    with mock.patch.object(ray, "get", get):
+        results = run_all(Task, [1, 2, 3])
+    return results == [1, 4, 9] and done[:3] == ["submit"] * 3
+
+
+def _is_mean_of_two_ranks(returned) -> bool:
+    return [list(map(float, of_rank)) for of_rank in returned] == [[1, 0.5]] * 2
+
+
+def _fits_the_line(returned) -> bool:
+    return abs(returned["weight"] - 3) < 0.01 and abs(returned["bias"] - 1) < 0.01
+
+
+def _counts_labels(label_counts) -> bool:
+    counts = label_counts({"label": np.array([3, 0, 3])})["counts"]
+    return np.array_equal(counts, [[1, 0, 0, 2, 0, 0, 0, 0, 0, 0]])
+
+
+def _looks_up_once(lookup) -> bool:
+    """Whether `__init__` makes the table, and `__call__` uses it for every batch."""
+    made = []
+
+    def make_table() -> np.ndarray:
+        made.append(1)
+        return np.arange(10) ** 2
+
+    worker = lookup(make_table)
+    results = [worker({"label": np.array([3, 0])})["square"] for _ in range(3)]
+    return len(made) == 1 and all(list(found) == [9, 0] for found in results)
 
 
 EXERCISES = {
-    # 02-ddp-pytorch-ray/01_ray_core_in_ten_minutes.ipynb
+    # 02-ddp-pytorch-ray/01_ray_core.ipynb
+    "all at once": Exercise(
+        _runs_all_at_once,
+        "`.remote` returns at once, `ray.get` waits: which of them may stand in the loop?",
+    ),
     "seconds for 20 tasks": Exercise(
         lambda answer: answer == 5,
         "How many tasks with 2 CPUs run at once, and how many rounds does that make?",
@@ -108,6 +159,11 @@ EXERCISES = {
         "In each round add neighbours, two by two, until one reference is left; of an "
         "odd number, the last one waits for the next round.",
     ),
+    "mean of ranks": Exercise(
+        _is_mean_of_two_ranks,
+        "all_reduce leaves the sum on every rank, in the tensor itself: what makes a mean "
+        "of it, and what turns a tensor into a list?",
+    ),
     # 02-ddp-pytorch-ray/02_ray_train_ddp.ipynb
     "workers that fit": Exercise(
         lambda answer: answer == 4,
@@ -116,6 +172,11 @@ EXERCISES = {
     "epochs after failure": Exercise(
         lambda answer: answer == 3,
         "The last checkpoint is that of the last finished epoch: what is not in it?",
+    ),
+    "your train_fn": Exercise(
+        _fits_the_line,
+        "Both examples together give 3x + 1. Which of the three changes lets rank 0 learn "
+        "from the example of rank 1, and are your numbers those of the trained model?",
     ),
     # 02-ddp-pytorch-ray/03_ray_data_streaming.ipynb
     "steps per worker": Exercise(
@@ -127,10 +188,12 @@ EXERCISES = {
         "At least two batches have to fit in.",
     ),
     "label counts": Exercise(
-        lambda f: np.array_equal(
-            f({"label": np.array([3, 0, 3])})["counts"], _COUNTS_303
-        ),
+        _counts_labels,
         "np.bincount(labels, minlength=10) counts; a leading axis makes it one row.",
+    ),
+    "made once": Exercise(
+        _looks_up_once,
+        "__init__ runs once per actor, and __call__ once per batch.",
     ),
     # 02-ddp-pytorch-ray/04_fault_tolerance.ipynb
     "steps trained twice": Exercise(
