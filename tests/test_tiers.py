@@ -206,7 +206,8 @@ def test_a_warning_of_a_rank_is_an_error():
 def skips_in_tests() -> set[str]:
     """The reasons that tests give: `pytest.skip(reason)`, `skipif(..., reason=reason)`."""
     found = set()
-    for path in notebooks.ROOT.glob("tests/**/*.py"):
+    root = notebooks.ROOT
+    for path in (root / "conftest.py", *root.glob("tests/**/*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call):
                 name = ast.unparse(node.func)
