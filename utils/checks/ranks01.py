@@ -95,11 +95,9 @@ def resumes_undisturbed(save: Callable) -> bool | str:
         torch.manual_seed(0)
         model = torch.nn.Linear(4, 1)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        return (
-            model,
-            optimizer,
-            torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
-        )
+        # a schedule that counts its own steps; others go on from the optimizer's rate
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + n))
+        return model, optimizer, schedule
 
     def train(model, optimizer, scheduler):
         for step in range(2):
@@ -123,7 +121,7 @@ def resumes_undisturbed(save: Callable) -> bool | str:
     if "optimizer" not in state:
         return "The weights are there, but AdamW starts again with empty averages."
     if "scheduler" not in state:
-        return "AdamW goes on, but with the learning rate of the start."
+        return "AdamW goes on, but the schedule of the learning rate starts again."
     return "Resumed, the run ends with different weights."
 
 
