@@ -1,21 +1,30 @@
-"""A wrong answer gets a hint, whatever it is; never a traceback."""
+"""A wrong answer gets its name or a hint, whatever it is; never a traceback."""
 
 import functools
+import re
+import sys
+from contextlib import nullcontext
 
+import cloudpickle
+import nbformat
 import numpy as np
 import pytest
 import ray
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
 
+from tests import notebooks
 from utils import checks, memory
+from utils.checks.exercise import cases
 
 
 @pytest.fixture(autouse=True)
 def one_exercise(monkeypatch):
     exercise = checks.Exercise(lambda answer: answer == 64, "Two ranks, 32 each.")
     monkeypatch.setattr(checks, "EXERCISES", {"01.1": exercise})
+    checks._wrong_answers.clear()
 
 
 def reply(answer, capsys):
@@ -51,6 +60,28 @@ def test_no_answer_yet(capsys):
     assert "Not yet" in reply(wrong, capsys)
 
 
+def test_each_wrong_answer_gets_the_next_hint(monkeypatch, capsys):
+    exercise = checks.Exercise(
+        lambda answer: answer == 64,
+        ("How many ranks?", "Two ranks."),
+        {32: "One rank."},
+    )
+    monkeypatch.setattr(checks, "EXERCISES", {"01.1": exercise})
+    assert reply(32, capsys) == "Not yet. One rank.\n"  # named: that is enough
+    assert reply(32, capsys) == "Not yet. One rank. How many ranks?\n"
+    assert reply(7, capsys) == "Not yet. Two ranks.\n"
+    assert reply(7, capsys) == "Not yet. Two ranks.\n"
+    assert reply(64, capsys) == "Right!\n"
+
+
+def test_the_case_that_fails_is_named(monkeypatch, capsys):
+    exercise = checks.Exercise(cases(((2, 3), 6), ((4, 5), 20)), "Multiply.")
+    monkeypatch.setattr(checks, "EXERCISES", {"01.1": exercise})
+    wrong = reply(lambda a, b: 6, capsys)
+    assert wrong == "Not yet. Called with (4, 5), it returns 6 and not 20.\n"
+    assert reply(lambda a, b: a * b, capsys) == "Right!\n"
+
+
 def test_unknown_exercise_names_those_there_are():
     with pytest.raises(ValueError, match=r"No exercise '9\.9': choose from 01\.1\."):
         checks.check("9.9", 1)
@@ -80,18 +111,175 @@ class MakesItAgain:
         return batch | {"square": self.make_table()[batch["label"]]}
 
 
-# The mistakes that each exercise is about; none may be called right.
+def one_by_one(model):
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+
+
+def sum_at_once(model, divide_by=1, put_back=True):
+    parameters = list(model.parameters())
+    flat = torch.cat([p.grad.flatten() for p in parameters])
+    dist.all_reduce(flat)
+    for p, piece in zip(parameters, flat.split([p.numel() for p in parameters])):
+        if put_back:
+            p.grad = piece.view_as(p) / divide_by
+
+
+def undivided(model, parts):
+    for x, y in parts:
+        F.cross_entropy(model(x), y).backward()
+
+
+def sent_each_time(model, parts):
+    for x, y in parts:
+        (F.cross_entropy(model(x), y) / len(parts)).backward()
+
+
+def never_sent(model, parts):
+    with model.no_sync():
+        sent_each_time(model, parts)
+
+
+def last_part_alone(model, parts):
+    sent_each_time(model, parts[-1:])
+
+
+def forward_outside(model, parts):
+    for number, (x, y) in enumerate(parts):
+        loss = F.cross_entropy(model(x), y) / len(parts)
+        with nullcontext() if number == len(parts) - 1 else model.no_sync():
+            loss.backward()
+
+
+def rank_0_alone(value):
+    if dist.get_rank() == 0:
+        dist.all_reduce(value)
+        return value / dist.get_world_size()
+
+
+def summed(value):
+    dist.all_reduce(value)
+    return value if dist.get_rank() == 0 else None
+
+
+def on_all_ranks(value):
+    dist.all_reduce(value)
+    return value / dist.get_world_size()
+
+
+# Typical wrong answers, and what `check` has to say of each.
+NAMED = {
+    "split a batch": [
+        (lambda batch, rank, n: batch, "Every worker gets the whole batch"),
+        (lambda batch, rank, n: batch[rank : rank + 4], "nobody gets images"),
+        (lambda batch, rank, n: batch[rank * 4 :][:8], "more than once"),
+        (lambda batch, rank, n: batch[9:] if rank else batch[:9], "different lengths"),
+    ],
+    "global batch": [(32, "forgot the number of workers"), (4, "is not divided")],
+    "bytes per step": [
+        (4 * 11_175_370, "the size of the gradients"),
+        (2 * 4 * 11_175_370, "the limit"),
+        (2 * 7 / 8 * 11_175_370, "how many bytes"),
+        (7 / 8 * 4 * 11_175_370, "one of the two phases"),
+    ],
+    "mean loss": [
+        (lambda sums, counts: sum(s / c for s, c in zip(sums, counts)) / 2, "means"),
+        (
+            lambda sums, counts: sum(sums) / len(sums),
+            "Called with ([6.0, 2.0], [3, 1])",
+        ),
+    ],
+    "one all-reduce": [
+        (one_by_one, "took 4 all-reduces"),
+        (sum_at_once, "forgot the number of workers"),
+        (functools.partial(sum_at_once, put_back=False), "put the averages back"),
+        (functools.partial(sum_at_once, divide_by=2), "On 3 ranks"),
+    ],
+    "accumulation": [(4096 / 64, "8 GPUs"), (4096 / 8, "how many passes")],
+    "traffic saved": [(1 / 8, "still sent"), (87.5, "is a percentage")],
+    "share": [
+        (
+            lambda i, rank, n: range(rank * (i // n), (rank + 1) * (i // n)),
+            "nobody gets 1",
+        ),
+        (lambda i, rank, n: range(rank, i, n), "not unbroken"),
+        (lambda i, rank, n: range(i), "more than once"),
+        (
+            lambda i, rank, n: range(i - n + 1) if not rank else [i - n + rank],
+            "have [6, 1]",
+        ),
+    ],
+    "send once": [
+        (undivided, "3 times too long"),
+        (sent_each_time, "all-reduced 3 times"),
+        (never_sent, "Nothing was all-reduced"),
+        (last_part_alone, "not that of the mean loss"),
+        (forward_outside, "Not yet"),
+    ],
+    "work lost": [(12, "worst case"), (96, "not lost"), (100, "all finished epochs")],
+    "complete checkpoint": [
+        (lambda m, o, s: {"optimizer": o.state_dict()}, "weights are not in it"),
+        (lambda m, o, s: {"model": m.state_dict()}, "AdamW starts again"),
+        (
+            lambda m, o, s: {"model": m.state_dict(), "optimizer": o.state_dict()},
+            "the learning rate",
+        ),
+    ],
+    "a run that ends": [
+        (rank_0_alone, "Rank 0 stands in a collective"),
+        (summed, "forgot the number of workers"),
+        (on_all_ranks, "Only rank 0"),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_typical_mistakes_are_named(name, monkeypatch, capsys):
+    monkeypatch.undo()  # the workshop's own exercises
+    # else each rank would import this module, and with it pytest
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    for number, (mistake, said) in enumerate(NAMED[name]):
+        checks.check(name, mistake)
+        reply = capsys.readouterr().out
+        assert reply.startswith("Not yet. ") and said in reply, (number, reply)
+
+
+def test_no_hint_is_the_answer(monkeypatch):
+    monkeypatch.undo()
+    answers = {"global batch": "256", "bytes per step": "78_227_590"}
+    answers |= {"traffic saved": "7/8", "work lost": "4", "share": "//"}
+    for name, answer in answers.items():
+        exercise = checks.EXERCISES[name]
+        for said in (*exercise.hint, *exercise.mistakes.values()):
+            words = re.findall(r"[\d_/]+", said)
+            assert answer not in words, said
+
+
+def checked(notebook) -> dict[str, str]:
+    """The exercises that the cells of a notebook check, and what was printed."""
+    found = {}
+    for cell in nbformat.read(notebook, as_version=4).cells:
+        if cell.cell_type == "code":
+            printed = "".join(output.get("text", "") for output in cell.outputs)
+            for name in re.findall(r'^check\(\s*"([^"]+)"', cell.source, re.MULTILINE):
+                found[name] = printed
+    return found
+
+
+def test_every_exercise_is_asked_and_solved(monkeypatch):
+    """What starters and solutions print is compared when their notebooks are executed."""
+    monkeypatch.undo()
+    asked, solved = {}, {}
+    for path in notebooks.all_notebooks():
+        (solved if path.stem == "solutions" else asked).update(checked(path))
+    assert asked.keys() == solved.keys() == checks.EXERCISES.keys()
+    assert all(said.endswith("Right!\n") for said in solved.values())
+    assert not any("Right" in said for said in asked.values())
+
+
+# The mistakes that the exercises of the other parts are about; none may be called right.
 WRONG = {
-    "global batch": 32,
-    "bytes per step": 4 * 11_175_370,
-    "mean loss": lambda sums, counts: (
-        sum(s / c for s, c in zip(sums, counts)) / len(counts)
-    ),
-    "accumulation": 4096 // 64,
-    "traffic saved": 1 / 8,
-    "share": lambda items, rank, n: range(
-        rank * (items // n), (rank + 1) * (items // n)
-    ),
     "all at once": lambda task, inputs: [ray.get(task.remote(x)) for x in inputs],
     "seconds for 20 tasks": 20 / 8,
     "count after restart": 5,
@@ -156,7 +344,7 @@ WRONG = {
 
 def test_the_usual_mistake_is_not_called_right(monkeypatch, capsys):
     monkeypatch.undo()  # the workshop's own exercises
-    assert WRONG.keys() == checks.EXERCISES.keys()
+    assert WRONG.keys() | NAMED.keys() == checks.EXERCISES.keys()
     for name, mistake in WRONG.items():
         checks.check(name, mistake)
         assert capsys.readouterr().out.startswith("Not yet"), name

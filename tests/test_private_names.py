@@ -38,7 +38,10 @@ NAMES = {
             "TORCHELASTIC_ERROR_FILE",
         ),
         "test_zero_trains_without_a_compiler": ("TORCHDYNAMO_DISABLE",),
-        "01-ddp-pytorch-only/02_*.ipynb": ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE",),
+        "01-ddp-pytorch-only/03_*.ipynb": (
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
+            "torch._C._distributed_c10d._dump_fr_trace_json",
+        ),
     },
     "ray": {
         "test_what_does_not_fit_the_store_is_counted_as_spilled": (

@@ -1,19 +1,24 @@
-"""Checks of the exercises: a wrong answer gets a hint, not a traceback.
+"""Checks of the exercises: a wrong answer gets its name or a hint, not a traceback.
 
 One entry per exercise, named after its notebook, in the module of its part; the solutions
 are in each part's solutions.ipynb.
 """
 
+from collections import Counter
 from typing import Any
 
 from utils.checks import part01, part02, part03
 from utils.checks.exercise import Exercise
 
 EXERCISES: dict[str, Exercise] = part01.EXERCISES | part02.EXERCISES | part03.EXERCISES
+_wrong_answers: Counter[str] = Counter()  # by exercise, in this process
 
 
 def check(name: str, answer: Any) -> None:
-    """Print whether `answer` solves the exercise `name`, with a hint where it does not.
+    """Print whether `answer` solves the exercise `name`, and if not, what helps.
+
+    A typical mistake is named, and so is the case in which a function fails. Each further
+    wrong answer in this process gets the next hint.
 
     Raises:
         ValueError: there is no exercise of that name.
@@ -25,11 +30,19 @@ def check(name: str, answer: Any) -> None:
         print(f"Exercise {name}: replace the three dots by your answer.")
         return
     try:
-        right = bool(exercise.is_right(answer))
+        right, wrong = exercise.judge(answer)
     except Exception as error:  # a wrong answer may be of any type, or raise anything
-        print(f"Not yet ({type(error).__name__}: {error}). {exercise.hint}")
-        return
-    print("Right!" if right else f"Not yet. {exercise.hint}")
+        hint = exercise.next_hint(_wrong_answers[name])
+        said = f"Not yet ({type(error).__name__}: {error}). {hint}"
+    else:
+        if right:
+            print("Right!")
+            return
+        # what is known to be wrong is enough for a start: the hints come after it
+        hint = exercise.next_hint(_wrong_answers[name] - bool(wrong))
+        said = " ".join(filter(None, ["Not yet.", wrong, hint]))
+    _wrong_answers[name] += 1
+    print(said)
 
 
 def _does_nothing(answer: Any) -> bool:

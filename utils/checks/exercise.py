@@ -1,13 +1,61 @@
-"""What an exercise is."""
+"""What an exercise is, and how a check says what is wrong with an answer."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Exercise:
-    """is_right: tells whether an answer is right. hint: what to think of next."""
+    """An exercise: how to judge an answer, and what to say about a wrong one.
 
-    is_right: Callable[[Any], bool]
-    hint: str
+    is_right: tells whether an answer is right; a string says what is wrong with it.
+    hint: what to think of next; of several, each wrong answer gets the next one.
+    mistakes: typical wrong numbers, each with a sentence that names the mistake.
+    """
+
+    is_right: Callable[[Any], bool | str]
+    hint: str | tuple[str, ...]
+    mistakes: Mapping[float, str] = field(default_factory=dict)
+
+    def judge(self, answer: Any) -> tuple[bool, str]:
+        """Whether the answer is right, and what is wrong with it, if that is known."""
+        verdict = self.is_right(answer)
+        if isinstance(verdict, str):
+            return False, verdict
+        if verdict:
+            return True, ""
+        for number, sentence in self.mistakes.items():
+            if _is_near(answer, number):
+                return False, sentence
+        return False, ""
+
+    def next_hint(self, number: int) -> str:
+        """The hint for the `number`-th time that one is needed, from 0; then the last."""
+        hints = (self.hint,) if isinstance(self.hint, str) else self.hint
+        return hints[min(number, len(hints) - 1)] if number >= 0 else ""
+
+
+def cases(*expected: tuple[tuple, Any]) -> Callable[[Callable], bool | str]:
+    """An `is_right` for a function: pairs of its arguments and of what it has to return.
+
+    The first case that fails is named.
+    """
+
+    def is_right(function: Callable) -> bool | str:
+        for arguments, value in expected:
+            got = function(*copy.deepcopy(arguments))
+            if got != value:
+                listed = ", ".join(map(repr, arguments))
+                return f"Called with ({listed}), it returns {got!r} and not {value!r}."
+        return True
+
+    return is_right
+
+
+def _is_near(answer: Any, number: float) -> bool:
+    try:
+        return abs(float(answer) - number) <= 1e-3 * abs(number)
+    except (TypeError, ValueError):
+        return False
