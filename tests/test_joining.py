@@ -24,7 +24,8 @@ JOIN = """
 from utils.cluster import start_ray
 start_ray(2)
 import ray
-print("answers:", ray.get(ray.remote(lambda: 42).remote()))
+actor = ray.remote(type("Actor", (), {"answer": lambda self: 42})).remote()
+print("answers:", ray.get(actor.answer.remote()))
 """
 
 

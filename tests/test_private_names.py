@@ -84,8 +84,8 @@ NAMES = {
         ),
         "test_a_token_that_is_here_is_sent": (
             "ray._private.authentication.authentication_token_setup",
-            "ray._private.authentication.authentication_token_setup."
-            "maybe_enable_token_auth_if_token_available",
+            "ray._private.authentication.authentication_token_setup._enable_token_auth",
+            "ray._raylet",
         ),
         "test_a_script_is_submitted_as_a_job": (
             "ray._private.runtime_env.constants",

@@ -13,9 +13,7 @@ from pathlib import Path
 
 import cloudpickle
 import ray
-from ray._private.authentication.authentication_token_setup import (
-    maybe_enable_token_auth_if_token_available,
-)
+from ray._private.authentication.authentication_token_setup import _enable_token_auth
 from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
 from ray.exceptions import AuthenticationError
 
@@ -164,9 +162,12 @@ def _connect(num_cpus: int, address: str | None, options: dict) -> str:
     try:
         if ":" in address and "//" not in address:  # Ray itself tries for two minutes
             socket.create_connection(address.rsplit(":", 1), timeout=10).close()
-        if address != "local":
-            # Ray itself sends its token only to a cluster that it has found itself
-            maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+            # Ray sends a token by itself only to a cluster that it has found itself. Where
+            # none is asked for, none may be sent: seen, no actor would start.
+            if "RAY_AUTH_MODE" not in os.environ and _asks_for_token(address):
+                if not _tokens():
+                    raise AuthenticationError("no token")
+                _enable_token_auth()
         context = ray.init(**options)
     except AuthenticationError as error:
         raise _refused(address) from error
@@ -186,14 +187,36 @@ def _connect(num_cpus: int, address: str | None, options: dict) -> str:
     return f"http://{context.dashboard_url}" if context.dashboard_url else "off"
 
 
-def _refused(address: str) -> ConnectionError:
-    """What to raise where a cluster wants a token that is not here.
+def _asks_for_token(address: str) -> bool:
+    """Whether a cluster refuses who sends no token.
+
+    A process of its own asks, as Ray settles once per process whether it sends one.
+    """
+    ask = "import sys; from ray._raylet import GcsClient; GcsClient(sys.argv[1])"
+    without = {"RAY_AUTH_MODE": "disabled", "RAY_gcs_rpc_server_connect_timeout_s": "1"}
+    answer = subprocess.run(
+        [sys.executable, "-c", ask, address],
+        env=os.environ | without,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return "InvalidAuthToken" in answer.stderr
+
+
+def _tokens() -> list[str]:
+    """Where a token is, in the order in which Ray looks.
 
     Source: https://docs.ray.io/en/latest/ray-security/token-auth.html
     """
+    found = [n for n in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH") if n in os.environ]
     file = Path.home() / ".ray" / "auth_token"
-    places = [n for n in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH") if n in os.environ]
-    places += [str(file)] * file.exists()
+    return [*found, *([str(file)] if file.exists() else [])]
+
+
+def _refused(address: str) -> ConnectionError:
+    """What to raise where a cluster wants a token that is not here."""
+    places = _tokens()
     what = f"the one in {places[0]} is not its" if places else "there is none here"
     return ConnectionError(
         f"The Ray cluster at RAY_ADDRESS={address} asks for a token, and {what}: run "
