@@ -117,6 +117,7 @@ def test_no_token_or_a_wrong_one_is_said(protected, tmp_path):
         assert f"{asks}, and {what}: run `ray get-auth-token` on its head" in last
 
 
+@pytest.mark.weekly
 def test_the_doctor_says_it_too(protected, tmp_path):
     doctor = "from utils import doctor; print(doctor.ray())"
     joined = run([sys.executable, "-c", doctor], protected)
@@ -153,7 +154,9 @@ def submit(there: Head, script: str, *arguments) -> list[str]:
     """{"WORKSHOP_STORAGE": "/shared"}}' -- """
     "python 02-ddp-pytorch-ray/train_ray_ddp.py --num-workers 4"
 )
-@pytest.mark.parametrize("variables", [False, True])
+@pytest.mark.parametrize(
+    "variables", [pytest.param(False, marks=pytest.mark.weekly), True]
+)
 def test_a_script_is_submitted_as_a_job(protected, tmp_path, variables):
     """Its lines are those of a laptop, also with what the job brings along."""
     script, arguments = scripts.TRAIN_RAY_DDP, []
