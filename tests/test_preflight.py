@@ -40,6 +40,8 @@ def test_fitting(monkeypatch, nodes, workers, resources, fits):
     alive = [{"Alive": True, "Resources": node} for node in nodes]
     dead = [{"Alive": False, "Resources": {"CPU": 100, "GPU": 100}}]
     monkeypatch.setattr(preflight.ray, "nodes", lambda: alive + dead)
+    for name in ("cluster_resources", "available_resources"):  # nobody else is there
+        monkeypatch.setattr(preflight.ray, name, lambda: {"CPU": 100, "GPU": 100})
     if fits:
         preflight.check_fits(workers, resources)
     else:
