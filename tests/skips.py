@@ -32,13 +32,18 @@ def installs_nothing() -> bool:
     return not (os.environ.get("CI") and os.geteuid() == 0)
 
 
+def no_schemas() -> bool:
+    """Nobody said where they are: .ci/run does, if they stand beside the checkout."""
+    return "WORKSHOP_KUBERAY_SCHEMAS" not in os.environ
+
+
 # The reason that a test gives, and where it may.
 ALLOWED = {
     "mallopt is glibc's": lambda: platform.libc_ver()[0] != "glibc",
     "make lab needs the .venv of this repository": outside_venv,
     "the tests run outside .venv, where `make setup` has no say": outside_venv,
     "there is no compiler here": installs_nothing,
-    "KubeRay's schemas are not here and cannot be downloaded": installs_nothing,
+    "KubeRay's schemas are not here and cannot be downloaded": no_schemas,
     "this user may not mount a disk to fill up": lambda: not may_mount(),
 }
 
