@@ -45,6 +45,7 @@ ALLOWED = {
     "there is no compiler here": installs_nothing,
     "KubeRay's schemas are not here and cannot be downloaded": no_schemas,
     "this user may not mount a disk to fill up": lambda: not may_mount(),
+    "this user may not make network namespaces": lambda: not may_mount(),
 }
 
 

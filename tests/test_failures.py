@@ -103,3 +103,15 @@ def test_only_what_a_task_could_not_read_has_the_data_read_again(
         with failures.in_a_sentence(lambda: again.append(True)):
             raise WorkerGroupError("failed", {0: error})
     assert again == [True] * read
+
+
+def test_gloo_between_nodes_that_name_themselves_127_is_said():
+    """As Ray 2.60 and torch 2.15 put it, on two machines (tests/test_nodes.py)."""
+    told = (
+        "Gloo connectFullMesh failed with [third_party/gloo/transport/tcp/pair.cc:152] "
+        "timed out connecting: SO_ERROR: Connection refused, remote=[{}]:36265$0"
+    )
+    own = WorkerGroupError("failed", {1: RuntimeError(told.format("127.0.1.1"))})
+    assert "set GLOO_SOCKET_IFNAME on every node" in str(failures.what_to_mend(own))
+    far = WorkerGroupError("failed", {1: RuntimeError(told.format("10.0.0.2"))})
+    assert failures.what_to_mend(far) is None

@@ -8,6 +8,13 @@ import ray
 from ray.train import TrainingFailedError, UserCallback
 
 UNREADABLE = (OSError, pa.ArrowException)
+# gloo listens at the address that the host name stands for, on Debian 127.0.1.1
+LOOPBACK = (
+    "A worker cannot reach those on other nodes: on their nodes, the host name stands for "
+    "an address of that machine alone (127...), and gloo uses it. Before `ray start`, set "
+    "GLOO_SOCKET_IFNAME on every node to the network device that the others reach "
+    "(`ip -brief address` lists them)."
+)
 
 
 class NoRestartOnBadInput(UserCallback):
@@ -55,11 +62,15 @@ def in_a_sentence(read_again: Callable[[], object] | None = None) -> Iterator[No
 def what_to_mend(failure: Exception) -> Exception | None:
     """The error of a worker or task that says in a sentence what is wrong, if one did.
 
+    Of gloo's errors it knows the one that nodes without a name in the network get.
+
     Args:
         failure: what `TorchTrainer.fit` raised, a `ray.train.TrainingFailedError`.
     """
     for error in what_failed(failure):
         cause = _cause(error)
+        if "Gloo connectFullMesh failed" in str(cause) and "[127." in str(cause):
+            return OSError(LOOPBACK)
         for kind in (ValueError, OSError):
             if isinstance(cause, kind):
                 # Ray Data adds lines about its retries to what a task has said

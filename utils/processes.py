@@ -33,6 +33,9 @@ RAY_AT_IMPORT = {
         "|Requesting resources: |(Attempting to start|Started) training worker group"
         r"|^- \(ip=.*world_rank=|Setting up process group for: |Moving model to device: "
         "|Wrapping provided model in |and max_restarts > 0"
+        # Ray Data's account of each execution, and torch's of a network without names
+        "|(Starting execution|Execution plan) of Dataset |Dataset .* execution finished in"
+        "|Progress bars disabled|exclude_resources|client socket cannot be retrieved"
     ),
 }
 

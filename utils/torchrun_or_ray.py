@@ -134,9 +134,13 @@ def _with_ray(train: Callable, args: Namespace, backend: str | None) -> dict:
     from ray.train.torch import TorchConfig, TorchTrainer
 
     from utils.failures import NoRestartOnBadInput, what_to_mend
-    from utils.preflight import use_gpu
+    from utils.preflight import check_shared, use_gpu
 
     start_ray(args.num_workers)
+    exported = args.export and args.export.parent
+    for path in (settings.storage_path(), args.checkpoint_dir, args.text, exported):
+        if path:
+            check_shared(path)
     trainer = TorchTrainer(
         lambda config: train(Namespace(**config)),
         train_loop_config=vars(args),

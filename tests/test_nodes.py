@@ -1,0 +1,349 @@
+"""The workshop on several machines: code that is missing, storage, lost nodes, jobs.
+
+Each machine has an address and files of its own (tests/machines.py). The first is a head
+that trains nothing; the others have one CPU each, and not this repository.
+"""
+
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import pytest
+import torch
+
+from tests import scripts
+from tests.machines import Machine, machines
+
+pytestmark = [pytest.mark.part02, pytest.mark.slow]
+
+RAY = Path(sys.executable).with_name("ray")
+TOKEN = "1" * 64
+# Lost after five checks without an answer in a second. Ray waits ten seconds for each: from a
+# machine that is cut off comes no refusal, only silence.
+HEALTH = {"health_check_period_ms": 500, "health_check_timeout_ms": 1000}
+HIDDEN = [
+    path for path in scripts.ROOT.iterdir() if path.is_dir() and path.name != ".venv"
+]
+
+
+class Cluster(NamedTuple):
+    """A cluster of Ray, and the folders of its machines."""
+
+    head: Machine
+    nodes: list[Machine]
+    shared: Path  # one for all
+    local: Path  # each has its own
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of a user of any of these machines."""
+        ours = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
+        ours |= {"WORKSHOP_MODE": "smoke", "WORKSHOP_STORAGE": str(self.shared)}
+        ours |= {"RAY_ADDRESS": f"{self.head.address}:6379", "HOME": str(self.local)}
+        # here, as on Debian, a host name stands for a machine's own address
+        ours |= {"GLOO_SOCKET_IFNAME": "eth0", "RAY_USAGE_STATS_ENABLED": "0"}
+        return scripts.environment() | ours
+
+    def start(self, machine: Machine, *options: str, **environment: str) -> None:
+        """Start Ray on a machine; returns when it runs."""
+        command = [RAY, "start", "--block", f"--node-ip-address={machine.address}"]
+        log = self.shared / f"{machine.address}-{time.time_ns()}.log"
+        with log.open("w") as file:
+            started = subprocess.Popen(
+                machine.command([*command, *options]),
+                env=self.environment | environment,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+        deadline = time.time() + 60
+        while "Ray runtime started" not in log.read_text():
+            assert started.poll() is None and time.time() < deadline, log.read_text()
+            time.sleep(0.1)
+
+    def join(self, machine: Machine, **environment: str) -> None:
+        """Let a machine join with one CPU."""
+        address = f"--address={self.head.address}:6379"
+        self.start(machine, address, "--num-cpus=1", **environment)
+
+    def driver(self, command: list, **environment: str) -> subprocess.Popen:
+        """Start a Python program on the head, in the root of this repository."""
+        return subprocess.Popen(
+            self.head.command([sys.executable, *command], scripts.ROOT),
+            env=self.environment | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, command: list, **environment: str) -> subprocess.CompletedProcess:
+        """The same, to its end."""
+        driver = self.driver(command, **environment)
+        out, err = driver.communicate(timeout=200)
+        return subprocess.CompletedProcess(command, driver.returncode, out, err)
+
+
+@contextlib.contextmanager
+def cluster(folder: Path, num_nodes: int, **environment: str) -> Iterator[Cluster]:
+    """A head and some nodes, whose Ray starts with further variables, all at once."""
+    shared, local = folder / "shared", folder / "local"
+    for made in (shared, local, Path("/tmp/ray")):
+        made.mkdir(parents=True, exist_ok=True)
+    try:
+        with machines(1 + num_nodes, [local, Path("/tmp/ray")], HIDDEN) as made:
+            found = Cluster(made[0], made[1:], shared, local)
+            health = f"--system-config={json.dumps(HEALTH)}"
+            head = ["--head", "--port=6379", "--num-cpus=0", health]
+            found.start(made[0], *head, "--dashboard-host=127.0.0.1", **environment)
+            with ThreadPoolExecutor() as threads:
+                joined = [
+                    threads.submit(found.join, m, **environment) for m in made[1:]
+                ]
+                [each.result() for each in joined]
+            yield found
+    except OSError as problem:
+        if "netns add" in str(problem):
+            pytest.skip("this user may not make network namespaces")
+        raise
+
+
+@pytest.fixture(scope="module")
+def two_nodes(tmp_path_factory) -> Iterator[Cluster]:
+    with cluster(tmp_path_factory.mktemp("nodes"), 2) as found:
+        yield found
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Of the last checkpoint of a run of train_ray_ddp.py."""
+    *_, file = sorted(folder.rglob("checkpoint.pt"))
+    return torch.load(file, weights_only=True)["model"]
+
+
+def train_ray_ddp(folder: Path, *arguments: str) -> list[str]:
+    """What to type for two epochs on both nodes."""
+    command = [scripts.TRAIN_RAY_DDP, "--num-workers", "2", "--epochs", "2"]
+    return [*command, "--batch-size", "128", "--checkpoint-dir", folder, *arguments]
+
+
+def part03(script: str, folder: Path, *arguments: str) -> list[str]:
+    """What to type for ten steps on both nodes."""
+    path = scripts.ROOT / "03-fsdp-deepspeed" / script
+    command = [path, "--num-workers", "2", "--steps", "10", "--save-every", "5"]
+    return [*command, "--checkpoint-dir", folder, *arguments]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(two_nodes) -> tuple[Path, subprocess.CompletedProcess]:
+    """The folder of a run in which nothing happens, and how that ended."""
+    folder = two_nodes.shared / "undisturbed"
+    return folder, two_nodes.run(train_ray_ddp(folder))
+
+
+IMPORTS = """
+import sys
+from pathlib import Path
+from utils.cluster import start_ray
+import ray
+
+def folder():
+    from utils import models
+    return models.__file__
+
+start_ray(2) if sys.argv[1] == "with" else ray.init()
+print(ray.get(ray.remote(num_cpus=1)(folder).remote()))
+"""
+
+
+def test_utils_is_sent_to_nodes_that_lack_it(two_nodes):
+    """With ray.init alone, as a control, nothing is sent."""
+    sent = two_nodes.run(["-c", IMPORTS, "with"])
+    assert sent.returncode == 0, sent.stderr
+    assert "py_modules_files" in sent.stdout.splitlines()[-1]
+    lacks = two_nodes.run(["-c", IMPORTS, "without"])
+    assert "ImportError: cannot import name 'models' from 'utils'" in lacks.stderr
+
+
+def test_a_run_on_two_nodes_is_one_line_per_epoch(undisturbed):
+    _, done = undisturbed
+    assert done.returncode == 0, done.stderr
+    started, *epochs, trained = done.stdout.splitlines()
+    assert started.startswith("Ray 2.") and "with 3 node(s), 2 logical CPUs" in started
+    assert len(epochs) == 2 and all("loss" in line for line in epochs)
+    assert "ip=10.77.0." in epochs[0]
+    assert trained.startswith("Trained. The last checkpoint is in ")
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(train_ray_ddp, marks=pytest.mark.weekly),
+        lambda folder: part03("train_fsdp2.py", folder),
+    ],
+    ids=["train_ray_ddp.py", "train_fsdp2.py"],
+)
+def test_a_folder_that_nodes_do_not_share_is_said(two_nodes, command):
+    done = two_nodes.run(command(two_nodes.local / "run"))
+    assert done.returncode == 1
+    (said,) = done.stderr.splitlines()
+    assert f"{two_nodes.local}/run is not shared: node(s) 10.77.0." in said
+    assert "Name a folder that all nodes mount." in said
+
+
+def wait_until(true: Callable[[], object], driver: subprocess.Popen | None = None):
+    """Wait until `true()`; a driver may not end before. Returns what `true` returned."""
+    deadline = time.time() + 120
+    while not (found := true()):
+        assert driver is None or driver.poll() is None, driver.communicate()
+        assert time.time() < deadline
+        time.sleep(0.2)
+    return found
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """Whether a run of train_ray_ddp.py has one that counts: the controller noted it."""
+    noted = folder / "train_ray_ddp" / "checkpoint_manager_snapshot.json"
+    return noted.exists() and "checkpoint_2" in noted.read_text()
+
+
+def same_weights(folder: Path, other: Path) -> bool:
+    ours, theirs = weights(folder), weights(other)
+    return ours.keys() == theirs.keys() and all(
+        torch.allclose(ours[name], theirs[name], rtol=0, atol=1e-6) for name in ours
+    )
+
+
+ALIVE = """
+import ray
+ray.init(logging_level="ERROR")
+print(*[node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]])
+"""
+
+
+def submit(there: Cluster, entrypoint: list, *options: str) -> subprocess.Popen:
+    """Submit a job on the head, and follow it until it ends."""
+    command = [RAY, "job", "submit", "--address=http://127.0.0.1:8265", *options, "--"]
+    return subprocess.Popen(
+        there.head.command([*command, sys.executable, *entrypoint], scripts.ROOT),
+        env=there.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_a_job_loses_its_driver_and_then_a_node(two_nodes, undisturbed):
+    """Resubmitted, it goes on; a node cut off comes back; the weights are the same."""
+    folder, node = two_nodes.shared / "job", two_nodes.nodes[1]
+    entrypoint = train_ray_ddp(folder)
+    killed = submit(two_nodes, entrypoint)
+    wait_until(lambda: has_checkpoint(folder), killed)
+    (driver,) = [
+        process
+        for process in two_nodes.head.processes(str(scripts.TRAIN_RAY_DDP))
+        if process.cmdline()[1] == str(scripts.TRAIN_RAY_DDP)  # not what has sent it
+    ]
+    driver.kill()
+    out, _ = killed.communicate(timeout=100)
+    assert killed.returncode == 1 and "epoch 2" not in out, out
+
+    again = submit(two_nodes, [*entrypoint, "--resume"])
+    wait_until(lambda: node.processes("RayTrainWorker"), again)
+    node.cut()
+    wait_until(lambda: node.address not in two_nodes.run(["-c", ALIVE]).stdout, again)
+    node.plug()  # its raylet learns that it counts as lost, and ends
+    wait_until(lambda: not node.processes("raylet/raylet"), again)
+    two_nodes.join(node)
+    out, _ = again.communicate(timeout=200)
+    assert again.returncode == 0, out
+    assert "epoch 2:" in out and "epoch 1:" not in out
+    assert same_weights(folder, undisturbed[0])
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+import ray
+from ray.util.placement_group import placement_group
+ray.init()
+ray.get(placement_group([{"CPU": 1}] * 2).ready())
+Path(sys.argv[1]).touch()
+while Path(sys.argv[1]).exists():
+    time.sleep(0.1)
+"""
+
+
+def test_a_job_waits_for_another_and_says_so(two_nodes):
+    """A script of part 03, which brings its own variables and `utils`."""
+    holds, storage = two_nodes.shared / "holds", two_nodes.shared / "its-own"
+    program = two_nodes.shared / "hold.py"
+    program.write_text(HOLD)
+    other = submit(two_nodes, [program, holds])
+    wait_until(holds.exists, other)
+
+    variables = {"WORKSHOP_MODE": "smoke", "WORKSHOP_STORAGE": str(storage)}
+    brought = {"env_vars": variables, "py_modules": ["utils"]}
+    script = part03("train_fsdp2.py", storage / "fsdp2")
+    script[0] = script[0].relative_to(scripts.ROOT)
+    options = ["--working-dir=.", f"--runtime-env-json={json.dumps(brought)}"]
+    job = submit(two_nodes, script, *options)
+    lines = []
+    waits = "Of the cluster's 2 CPU, 0 are free: this run waits until other jobs"
+    for line in job.stdout:
+        lines.append(line)
+        if waits in line:
+            holds.unlink()  # ends the other one
+    assert job.wait(30) == 0, "".join(lines)
+    assert not holds.exists(), "".join(lines)
+    assert [line for line in lines if line.startswith("steps 1 to 10: last loss")]
+    assert (storage / "fsdp2" / "step-000010" / ".metadata").exists()
+    assert other.wait(60) == 0
+
+
+@pytest.mark.weekly
+@pytest.mark.parametrize("variables", [False, True])
+def test_every_script_is_submitted_as_a_job(two_nodes, variables):
+    data = [scripts.TRAIN_RAY_DDP_WITH_RAY_DATA, "--num-workers", "1"]
+    data += ["--smoke-test", "--num-epochs", "1", "--checkpoint-dir"]
+    for name, command in {
+        "ddp": train_ray_ddp,
+        "data": lambda folder: [*data, folder],
+        "fsdp2": lambda folder: part03("train_fsdp2.py", folder),
+        "deepspeed": lambda folder: part03("train_deepspeed.py", folder),
+    }.items():
+        options = []
+        if variables:
+            brought = {"env_vars": {"WORKSHOP_STORAGE": str(two_nodes.shared / "job")}}
+            options = [f"--runtime-env-json={json.dumps(brought)}"]
+        job = submit(
+            two_nodes, command(two_nodes.shared / f"{name}{variables}"), *options
+        )
+        out, _ = job.communicate(timeout=300)
+        assert job.returncode == 0, out
+
+
+@pytest.mark.weekly
+def test_host_names_that_mean_127_are_said(tmp_path):
+    with cluster(tmp_path, 2, GLOO_SOCKET_IFNAME="") as there:
+        done = there.run(train_ray_ddp(there.shared / "run"))
+    assert "set GLOO_SOCKET_IFNAME on every node" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.weekly
+def test_eight_nodes_start_train_and_end(tmp_path):
+    with cluster(tmp_path, 8) as there:
+        command = part03("train_fsdp2.py", there.shared / "run", "--batch-size", "2")
+        command[command.index("--num-workers") + 1] = "8"
+        done = there.run(command)
+        assert done.returncode == 0, done.stderr
+        assert "with 9 node(s), 8 logical CPUs" in done.stdout
+        machines_of_it = [there.head, *there.nodes]
+        pids = [p.pid for machine in machines_of_it for p in machine.processes("ray")]
+        assert len(pids) > 16
+    assert not any(map(psutil.pid_exists, pids))
