@@ -25,8 +25,8 @@ pytestmark = [pytest.mark.part02, pytest.mark.slow]
 
 RAY = Path(sys.executable).with_name("ray")
 TOKEN = "1" * 64
-# Lost after five checks without an answer in a second. Ray waits ten seconds for each: from a
-# machine that is cut off comes no refusal, only silence.
+# Lost after five checks without an answer in a second. Ray waits ten seconds for each:
+# from a machine that is cut off comes no refusal, only silence.
 HEALTH = {"health_check_period_ms": 500, "health_check_timeout_ms": 1000}
 HIDDEN = [
     path for path in scripts.ROOT.iterdir() if path.is_dir() and path.name != ".venv"
