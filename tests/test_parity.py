@@ -273,7 +273,9 @@ def loaded(shards: list[str], orders: list[list[list[int]]]) -> list[list[tuple]
 
 
 @pytest.mark.parametrize(
-    "num_workers", [2, pytest.param(3, marks=pytest.mark.slow)], ids="{} workers".format
+    "num_workers",
+    [2, pytest.param(3, marks=pytest.mark.weekly)],
+    ids="{} workers".format,
 )
 def test_training_through_ray_data_equals_one_process(tmp_path, own_ray, num_workers):
     """The same batches as a DataLoader's, bit for bit, and trained on as by one process."""
