@@ -69,18 +69,17 @@ def _two_steps(prepare: Callable) -> tuple[float | None, float, float]:
 
 
 def resumes_elsewhere(load: Callable) -> bool | str:
-    """Whether `load(model, optimizer, folder)` reads, on 1 rank and 3, what 2 saved."""
+    """Whether `load(model, optimizer, folder)` reads, on 3 ranks, what 2 have saved."""
     with tempfile.TemporaryDirectory() as folder:
         saved = run_ranks(_save, 2, Path(folder), timeout=120)[0]
-        for n in (1, 3):
-            found = run_ranks(_resume, n, load, Path(folder), timeout=120)[0]
-            where = f"Saved on 2 ranks and loaded on {n},"
-            if not _same(saved[0], found[0]):
-                return f"{where} the weights are not those that were saved."
-            if not found[1]:
-                return f"{where} the weights are right, but AdamW has no averages yet."
-            if not _same(saved[1], found[1]):
-                return f"{where} the weights are right, but AdamW's averages are not."
+        found = run_ranks(_resume, 3, load, Path(folder), timeout=120)[0]
+    where = "Saved on 2 ranks and loaded on 3,"
+    if not _same(saved[0], found[0]):
+        return f"{where} the weights are not those that were saved."
+    if not found[1]:
+        return f"{where} the weights are right, but AdamW has no averages yet."
+    if not _same(saved[1], found[1]):
+        return f"{where} the weights are right, but AdamW's averages are not."
     return True
 
 
