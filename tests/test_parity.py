@@ -49,8 +49,8 @@ def runs(*strategies: dict) -> pytest.MarkDecorator:
         )
         for n in WORKERS
         for name in [name for names in strategies for name in names]
-        # prepare_model wraps nothing where a worker is alone
-        if (n, name) != (1, "Ray Train DDP")
+        # prepare_model wraps nothing where a worker is alone, and else in DDP
+        if n == 2 or name != "Ray Train DDP"
     ]
     return pytest.mark.parametrize(("num_workers", "name"), chosen)
 
