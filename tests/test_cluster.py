@@ -106,7 +106,7 @@ def test_utils_reach_a_worker_in_another_folder(started):
     assert started[1]["found"] == str(scripts.ROOT / "utils" / "models.py")
 
 
-@pytest.mark.slow
+@pytest.mark.weekly  # tests/test_nodes.py does it with real nodes
 def test_utils_reach_a_node_that_does_not_have_them():
     ours = {"WORKSHOP_MODE": "smoke", "WORKSHOP_STORAGE": "/shared"}
     done = run(PROGRAM, RAY_ADDRESS="of a cluster", **ours)

@@ -225,6 +225,7 @@ def test_storage_that_fills_up_and_turns_read_only(small_disk, tmp_path):
     assert starts == [[0], [1], [2]]
 
 
+@pytest.mark.weekly  # 02/05 kills a node, and tests/test_nodes.py cuts one off
 def test_sigkill_of_a_node(tmp_path, monkeypatch):
     """Two nodes with room for the worker: the one it runs on is killed."""
     ray.shutdown()
