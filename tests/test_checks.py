@@ -12,6 +12,8 @@ import pytest
 import ray
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict as sd
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
@@ -168,6 +170,51 @@ def on_all_ranks(value):
     return value / dist.get_world_size()
 
 
+def adamw(model, **options):
+    return torch.optim.AdamW(model.parameters(), **options)
+
+
+def wraps_and_forgets(model, mesh):
+    gathers_twice(model, mesh)
+
+
+def optimizer_too_early(model, mesh):
+    optimizer = adamw(model)
+    gathers_twice(model, mesh)
+    return optimizer
+
+
+def optimizer_in_between(model, mesh):
+    """Made when the blocks are sharded, and the rest is not."""
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    optimizer = adamw(model)
+    fully_shard(model, mesh=mesh)
+    return optimizer
+
+
+def each_rank_for_itself(model, mesh):
+    return adamw(gathers_twice(model, mesh), betas=(0.5, 0.999))
+
+
+def loads_nothing(model, optimizer, folder):
+    sd.get_state_dict(model, optimizer)
+
+
+def loads_weights(model, optimizer, folder):
+    state = {"model": sd.get_model_state_dict(model)}
+    dcp.load(state, checkpoint_id=folder)
+    sd.set_model_state_dict(model, state["model"])
+
+
+def resets_averages(model, optimizer, folder):
+    loads_weights(model, optimizer, folder)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.step()
+
+
 # Typical wrong answers, and what `check` has to say of each.
 NAMED = {
     "split a batch": [
@@ -231,6 +278,113 @@ NAMED = {
         (summed, "forgot the number of workers"),
         (on_all_ranks, "Only rank 0"),
     ],
+    "parameter bytes": [
+        (lambda model: 4 * sum(p.numel() for p in model.parameters()), "bfloat16"),
+        (lambda model: sum(p.numel() for p in model.parameters()), "returns 20"),
+        (
+            lambda model: (
+                sum(p.numel() for p in model.parameters())
+                * next(model.parameters()).element_size()
+            ),
+            "float64 and",
+        ),
+    ],
+    "state of 70B": [
+        (16 * 70, "undivided"),
+        (4.375e9, "in bytes"),
+        (2 * 70 / 256, "the parameters alone"),
+        (4 * 70 + 12 * 70 / 256, "stage 1"),
+    ],
+    "floor of stage 1": [
+        (0, "stay whole"),
+        (16 * 70, "on one GPU"),
+        (2 * 70, "one of the two"),
+        (280e9, "in bytes"),
+    ],
+    "sgd": [
+        (lambda stage, n: 12 / n, "At stage 0 on 2 ranks, it returns 6."),
+        (lambda stage, n: memory.predict(1, n, stage).total, "At stage 0 on 1 ranks"),
+    ],
+    "smaller groups": [
+        (lambda model, mesh: fully_shard(model, mesh=mesh), "of what it added before"),
+        (lambda model, mesh: model, "more than its share"),
+    ],
+    "is it sharded": [
+        # the parameters alone say nothing of the optimizer
+        (
+            lambda m, o, n: memory.local_bytes(m.parameters()) <= 4 * 236_928,
+            "whole for",
+        ),
+        (lambda m, o, n: False, "says of a model that FSDP2"),
+        (
+            lambda m, o, n: memory.state_bytes(m, o).optimizer <= 1.1 * 8 * 236_928 / n,
+            "optimizer's state alone",
+        ),
+    ],
+    "five all-gathers": [
+        (
+            lambda model, mesh: [
+                fully_shard(module, mesh=mesh, reshard_after_forward=False)
+                for module in (*model.blocks, model)
+            ],
+            "keeps its blocks",
+        ),
+        (gathers_twice, "9 all-gathers and 5 reduce-scatters"),
+        (lambda model, mesh: model, "more than its share"),
+    ],
+    "trains its shards": [
+        (wraps_and_forgets, "returns no optimizer"),
+        (lambda model, mesh: adamw(model), "holds 100%"),
+        (optimizer_too_early, "no weight has changed"),
+        (optimizer_in_between, "changed only"),
+        (each_rank_for_itself, "not those of one process"),
+    ],
+    "another world size": [
+        (loads_nothing, "weights are not those"),
+        (loads_weights, "no averages yet"),
+        (resets_averages, "averages are not"),
+    ],
+    "lowest stage": [(0, "16 GB"), (2, "lower stage"), (3, "lower stage")],
+    "two trips": [
+        (lambda config: config, "makes 3.00 trips"),
+        (lambda config: config | {"zero_optimization": {"stage": 1}}, "stage 1"),
+    ],
+    "ZeRO-3 chart": [(15, "own bar"), (5, "how many bytes"), (20, "float32")],
+    "replicate traffic": [
+        (2 * 3 / 4 * 4e9, "the whole gradient"),
+        (3 / 4 * 1e9, "one trip"),
+        (2 * 15 / 16 * 1e9, "how many ranks"),
+        (1e9, "size of a shard"),
+    ],
+    "tensor traffic": [
+        (
+            lambda layers, tokens, width, n: (
+                2 * layers * 2 * (n - 1) / n * tokens * width * 2
+            ),
+            "0.5 times what is sent",
+        )
+    ],
+    "two nodes of four": [
+        (the_wrong_way_round, "holds 1/2"),
+        (lambda model: None if model else model, "returns nothing"),
+    ],
+    "which row": [
+        ("ddp", "whole state"),
+        ("fsdp2-keep", "gathered copy"),
+        ("zero3", "DeepSpeed's"),
+        ("fsdp", "no such row"),
+    ],
+    "two trips, half the state": [
+        (gathers_twice, "holds half, but a step makes 2.84 trips"),
+        (lambda model, mesh: model, "holds 100%"),
+    ],
+    "traffic ratio": [(1, "a second time"), (3, "has DDP"), (2 / 3, "in units of")],
+    "smallest": [
+        (
+            lambda parameters, budget: -(-16 * parameters // budget),
+            "Called with (7000000000.0, 8000000000.0), it returns 14.0",
+        )
+    ],
 }
 
 
@@ -249,11 +403,13 @@ def test_no_hint_is_the_answer(monkeypatch):
     monkeypatch.undo()
     answers = {"global batch": "256", "bytes per step": "78_227_590"}
     answers |= {"traffic saved": "7/8", "work lost": "4", "share": "//"}
+    answers |= {"state of 70B": "4.375", "floor of stage 1": "280", "lowest stage": "1"}
+    answers |= {"ZeRO-3 chart": "10", "traffic ratio": "1.5", "which row": "fsdp2"}
     for name, answer in answers.items():
         exercise = checks.EXERCISES[name]
         for said in (*exercise.hint, *exercise.mistakes.values()):
-            words = re.findall(r"[\d_/]+", said)
-            assert answer not in words, said
+            words = re.findall(r"[\w./]+(?:-\w+)?", said)
+            assert answer not in [word.rstrip(".") for word in words], said
 
 
 def checked(notebook) -> dict[str, str]:
@@ -311,34 +467,6 @@ WRONG = {
     "seconds to spare": 30 - 5 - 15,
     "stop together": lambda flag: flag,
     "elastic batch": lambda worlds, batch: [batch] * len(worlds),
-    "parameter bytes": lambda model: 4 * sum(p.numel() for p in model.parameters()),
-    "state of 70B": 16 * 70,
-    "floor of stage 1": 16 * 70,
-    "sgd": lambda stage, n: 12 / n,
-    "smaller groups": lambda model, mesh: fully_shard(model, mesh=mesh),
-    "five all-gathers": lambda model, mesh: [
-        fully_shard(module, mesh=mesh, reshard_after_forward=False)
-        for module in (*model.blocks, model)
-    ],
-    "bytes of FSDP2": 2 * 4e9,
-    "batch per worker": 12,
-    # the parameters alone say nothing of the optimizer
-    "is it sharded": lambda model, optimizer, world_size: (
-        memory.local_bytes(model.parameters()) <= 4 * 236_928
-    ),
-    "DeepSpeed batch": 4 * 16,
-    "lowest stage": 3,
-    "two trips": lambda config: config,
-    "ZeRO-3 chart": 15,
-    "replicate traffic": 2 * 3 / 4 * 4e9,
-    "tensor traffic": lambda layers, tokens, width, n: (
-        2 * layers * 2 * (n - 1) / n * tokens * width * 2
-    ),
-    "two nodes of four": the_wrong_way_round,
-    "which row": "ddp",
-    "two trips, half the state": gathers_twice,
-    "traffic ratio": 1.0,
-    "smallest": lambda parameters, budget: -(-16 * parameters // budget),
 }
 
 

@@ -154,9 +154,8 @@ def submit(there: Head, script: str, *arguments) -> list[str]:
     """{"WORKSHOP_STORAGE": "/shared"}}' -- """
     "python 02-ddp-pytorch-ray/train_ray_ddp.py --num-workers 4"
 )
-@pytest.mark.parametrize(
-    "variables", [pytest.param(False, marks=pytest.mark.weekly), True]
-)
+@pytest.mark.weekly  # tests/test_nodes.py does it on several machines
+@pytest.mark.parametrize("variables", [False, True])
 def test_a_script_is_submitted_as_a_job(protected, tmp_path, variables):
     """Its lines are those of a laptop, also with what the job brings along."""
     script, arguments = scripts.TRAIN_RAY_DDP, []
@@ -172,22 +171,3 @@ def test_a_script_is_submitted_as_a_job(protected, tmp_path, variables):
     assert re.fullmatch(r"\(RayTrainWorker pid=\d+\) epoch 1: loss .*%", epoch)
     assert trained.startswith("Trained. The last checkpoint is in ")
     assert (str(tmp_path / "here") in trained) == variables
-
-
-HOLD = """
-import time
-from utils.cluster import start_ray
-import ray
-start_ray(2)
-holder = ray.remote(num_cpus=3)(type("Holder", (), {"here": lambda self: 1})).remote()
-ray.get(holder.here.remote())
-time.sleep(1)  # what is free is reported with a delay
-start_ray(2)
-"""
-
-
-def test_cpus_of_another_job_do_not_count_as_free(protected):
-    done = run([sys.executable, "-c", HOLD], protected)
-    assert done.returncode == 0, done.stderr
-    said = "Of the cluster's 4 CPU, 1 are free: this run waits until other jobs"
-    assert said in done.stdout.splitlines()[-1]

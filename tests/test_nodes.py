@@ -200,7 +200,7 @@ def wait_until(true: Callable[[], object], driver: subprocess.Popen | None = Non
     """Wait until `true()`; a driver may not end before. Returns what `true` returned."""
     deadline = time.time() + 120
     while not (found := true()):
-        assert driver is None or driver.poll() is None, driver.communicate()
+        assert driver is None or driver.poll() is None, driver.communicate(timeout=30)
         assert time.time() < deadline
         time.sleep(0.2)
     return found

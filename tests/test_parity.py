@@ -49,8 +49,8 @@ def runs(*strategies: dict) -> pytest.MarkDecorator:
         )
         for n in WORKERS
         for name in [name for names in strategies for name in names]
-        # prepare_model wraps nothing where a worker is alone
-        if (n, name) != (1, "Ray Train DDP")
+        # prepare_model wraps nothing where a worker is alone, and else in DDP
+        if n == 2 or name != "Ray Train DDP"
     ]
     return pytest.mark.parametrize(("num_workers", "name"), chosen)
 
@@ -273,7 +273,9 @@ def loaded(shards: list[str], orders: list[list[list[int]]]) -> list[list[tuple]
 
 
 @pytest.mark.parametrize(
-    "num_workers", [2, pytest.param(3, marks=pytest.mark.slow)], ids="{} workers".format
+    "num_workers",
+    [2, pytest.param(3, marks=pytest.mark.weekly)],
+    ids="{} workers".format,
 )
 def test_training_through_ray_data_equals_one_process(tmp_path, own_ray, num_workers):
     """The same batches as a DataLoader's, bit for bit, and trained on as by one process."""

@@ -121,6 +121,45 @@ def test_no_rank_ever_holds_the_whole_model(build):
         assert peak < whole / 2 + 3 * LARGEST < 0.75 * whole
 
 
+def test_offloaded_shards_are_built_on_meta_and_train_the_same(tmp_path):
+    """Without a GPU nothing moves and no memory is pinned; all else is tried: building,
+    steps with clipping, a checkpoint, resuming from it, and the export."""
+
+    def train(name: str, steps: str) -> tuple[dict, int]:
+        sys.argv = ["train_fsdp2.py", "--smoke-test", "--steps", steps, "--resume"]
+        sys.argv += ["--batch-size", "4", "--save-every", "2", "--bf16"]
+        sys.argv += ["--checkpoint-dir", str(tmp_path / name)]
+        sys.argv += ["--export", str(tmp_path / f"{name}.pt")]
+        module = scripts.load(sharding.TRAIN_FSDP2)
+        args = module.parse_args()
+        args.offload, pinned = name == "offloaded", module.fsdp.CPUOffloadPolicy
+        policies = []
+
+        def unpinned():
+            policies.append(pinned(pin_memory=False))
+            return policies[-1]
+
+        module.fsdp.CPUOffloadPolicy = unpinned
+        report = module.train(args)
+        module.fsdp.CPUOffloadPolicy = pinned
+        return report, len(policies)
+
+    def train_all():
+        dist.init_process_group("gloo")
+        names = ("offloaded", "as is")
+        return [train(name, steps) for steps in ("2", "4") for name in names]
+
+    first, plain_first, second, plain_second = run_ranks(train_all, 2)[0]
+    assert [policies for _, policies in (first, plain_first, second)] == [1, 0, 1]
+    assert first[0] == plain_first[0] and second[0] == plain_second[0]
+    assert second[0]["first_step"] == 2 and len(second[0]["losses"]) == 2
+    ours, theirs = (
+        torch.load(tmp_path / f"{name}.pt") for name in ("offloaded", "as is")
+    )
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
 def losses(script, num_workers: int) -> tuple[list[float], float]:
     """Of three steps on a global batch of 8, and of the test set."""
 

@@ -22,7 +22,15 @@ from utils.processes import free_port
 # One server process imports torch once; every rank is forked from it in milliseconds.
 # Unlike this process, the server has no threads and never touches a GPU.
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["torch.nn.parallel", "torchvision.models"])
+_preloaded = ["torch.nn.parallel", "torchvision.models"]
+_context.set_forkserver_preload(_preloaded)
+
+
+def preload(module: str) -> None:
+    """Have ranks find `module` imported, too, if none has been started yet."""
+    if module not in _preloaded:
+        _preloaded.append(module)
+        _context.set_forkserver_preload(_preloaded)
 
 
 def run_ranks(

@@ -6,7 +6,7 @@ import os
 import pickle
 from pathlib import Path
 
-from utils import memory, settings
+from utils import launch, memory, settings
 
 # What `engine.load_checkpoint` raises for files that are damaged or missing, or of another
 # model; the KeyError is for one that another script has saved.
@@ -18,21 +18,33 @@ LOAD_ERRORS = (
     KeyError,
     pickle.UnpicklingError,
 )
+# The ranks of a notebook that imports this module run on CPUs.
+launch.preload("utils.deepspeed_on_cpus")
 
 
 def load_deepspeed():
-    """The module `deepspeed`, set up for the device of this process.
+    """The module `deepspeed`, set up for the device of this process."""
+    return load_for(settings.device().type)
+
+
+def load_for(device: str):
+    """The module `deepspeed`, set up for "cpu" or "cuda".
 
     Left alone, DeepSpeed guesses a device, and its first process group on a CPU compiles
     a shared-memory all-reduce for inference (a minute, and g++ is needed). Training does
     not use it, so it is left out. Left out on a CPU is also what the first engine does for
     the optimizer Muon: it hands a function to torch.compile, whose import takes 2 s.
+
+    Raises:
+        RuntimeError: it was loaded before, for another device.
     """
-    device = settings.device().type
     os.environ["DS_ACCELERATOR"] = device
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     import deepspeed
 
+    loaded_for = deepspeed.accelerator.get_accelerator().device_name()
+    if loaded_for != device:
+        raise RuntimeError(f"DeepSpeed is loaded for {loaded_for}, not for {device}.")
     deepspeed.utils.logger.setLevel(logging.ERROR)
     if device == "cpu":
         with _linker_silenced():  # the first look at this table fills it

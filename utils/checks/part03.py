@@ -4,9 +4,17 @@ import copy
 import os
 from collections.abc import Callable
 
-from utils.checks.exercise import Exercise
+from utils.checks import ranks03
+from utils.checks.exercise import Exercise, cases
 
 # Modules that import torch are imported where they are used: other parts do without.
+WRONG_ROWS = {
+    "ddp": "On every GPU, ddp holds the whole state of 16 bytes per parameter.",
+    "fsdp2-keep": "Beside its state, fsdp2-keep holds a whole gathered copy.",
+}
+WRONG_ROWS |= dict.fromkeys(
+    ("zero1", "zero2", "zero3"), "That row is DeepSpeed's, and the code is PyTorch's."
+)
 # What ds_config.json leaves to DeepSpeed's defaults, at stage 2; with a small bucket.
 STAGE_2 = {
     "train_micro_batch_size_per_gpu": 2,
@@ -43,13 +51,14 @@ def _trips(config: dict) -> float:
     return counted.sent(2) / (2 * parameters)
 
 
-def _makes_two_trips(my_config) -> bool:
+def _makes_two_trips(my_config) -> bool | str:
     from utils.launch import run_ranks
 
     config = my_config(copy.deepcopy(STAGE_2))
     if config["zero_optimization"]["stage"] != 2:
-        return False
-    return abs(run_ranks(_trips, 2, config, timeout=120)[0] - 2) < 0.01
+        return f"That is stage {config['zero_optimization']['stage']}: stay at stage 2."
+    trips = run_ranks(_trips, 2, config, timeout=120)[0]
+    return abs(trips - 2) < 0.01 or f"With it, a step makes {trips:.2f} trips."
 
 
 def _sent_and_held(wrap) -> tuple[float, float]:
@@ -70,14 +79,18 @@ def _sent_and_held(wrap) -> tuple[float, float]:
     return counted.sent(2) / (2 * parameters), held / (16 * parameters)
 
 
-def _sends_as_ddp_and_holds_half(wrap) -> bool:
+def _sends_as_ddp_and_holds_half(wrap) -> bool | str:
     from utils.launch import run_ranks
 
     trips, share = run_ranks(_sent_and_held, 2, wrap, timeout=120)[0]
-    return abs(trips - 2) < 0.01 and abs(share - 1 / 2) < 0.01
+    if abs(share - 1 / 2) > 0.01:
+        return f"A rank of two holds {share:.0%} of the state."
+    if trips < 1.99:
+        return f"A step makes {trips:.2f} trips, so some gradients are not reduced."
+    return trips < 2.01 or f"A rank holds half, but a step makes {trips:.2f} trips."
 
 
-def _shards_in_nodes_of_four(wrap: Callable) -> bool:
+def _shards_in_nodes_of_four(wrap: Callable) -> bool | str:
     """Whether rank 0 of 8, with the wrap of an answer, sends what HSDP (2 x 4) sends."""
     # here, not above: they take seconds to import, which other exercises need not
     import torch
@@ -93,150 +106,259 @@ def _shards_in_nodes_of_four(wrap: Callable) -> bool:
         model = GPT(SMOKE)
         whole = local_bytes(model.parameters())
         model = wrap(model)
+        if model is None:
+            return "The function returns nothing: return the wrapped model."
         held = local_bytes(model.parameters())
         with count_comms() as counted:
             model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
     finally:
         dist.destroy_process_group()
-    across = counted.groups.pop((0, 4), None)
+    if held != whole / 4:
+        return f"Each rank holds 1/{whole / held:.3g} of the parameters, not 1/4."
+    groups = {ranks for ranks in counted.groups if ranks != (0, 4)}
+    if groups != {(0, 1, 2, 3)}:
+        return f"Rank 0 shares its pieces with the ranks {sorted(groups)}."
+    across = counted.groups.get((0, 4))
     return (
-        held == whole / 4
-        and counted.groups.keys() == {(0, 1, 2, 3)}
-        and across is not None
+        across is not None
         and across.calls.keys() == {"allreduce"}
         and across.sent(2) == allreduce_bytes(whole // 4, 2)
-    )
+    ) or "The shards of the two nodes are not averaged with each other."
 
 
-def _counts_parameter_bytes(answer) -> bool:
+def _counts_parameter_bytes(answer) -> bool | str:
     from torch import nn  # here, as below: every lesson imports this module
 
-    small, half = nn.Linear(3, 5), nn.Linear(3, 5).bfloat16()
-    mixed = nn.Sequential(nn.Linear(2, 2).double(), nn.LayerNorm(7))
-    return [answer(model) for model in (small, half, mixed)] == [80, 40, 104]
+    models = {
+        "15 numbers and 5 of float32": (nn.Linear(3, 5), 80),
+        "the same in bfloat16": (nn.Linear(3, 5).bfloat16(), 40),
+        "6 numbers of float64 and 14 of float32": (
+            nn.Sequential(nn.Linear(2, 2).double(), nn.LayerNorm(7)),
+            104,
+        ),
+    }
+    for name, (model, expected) in models.items():
+        if (got := answer(model)) != expected:
+            return f"Of a model with {name}, it returns {got!r} and not {expected}."
+    return True
 
 
-def _lowers_the_peak(answer) -> bool:
+def _divides_sgd(answer) -> bool | str:
+    for stage in range(4):
+        for n in (1, 2, 8):
+            expected = sum(4 / n if stage >= first else 4 for first in (1, 2, 3))
+            if abs((got := answer(stage, n)) - expected) > 1e-9:
+                return f"At stage {stage} on {n} ranks, it returns {got:g}."
+    return True
+
+
+def _lowers_the_peak(answer) -> bool | str:
     from utils.checks.sharding import lowers_the_peak
 
     return lowers_the_peak(answer)
 
 
-def _takes_five_all_gathers(answer) -> bool:
+def _takes_five_all_gathers(answer) -> bool | str:
     from utils.checks.sharding import holds_its_share, simulate
 
     step = simulate(answer)
-    wanted = {"allgather": 5, "reducescatter": 3}
-    return step.calls == wanted and holds_its_share(step)
+    calls = [step.calls.get(name, 0) for name in ("allgather", "reducescatter")]
+    if not holds_its_share(step):
+        return "A rank holds more than its share of the state."
+    if calls == [5, 5]:
+        return "That takes five all-gathers, but keeps its blocks: 5 reduce-scatters."
+    said = f"Its step takes {calls[0]} all-gathers and {calls[1]} reduce-scatters."
+    return calls == [5, 3] or said
 
 
-def _tells_shards_from_copies(answer) -> bool:
+def _tells_shards_from_copies(answer) -> bool | str:
     from utils.checks.sharding import tells_shards_from_copies
 
     return tells_shards_from_copies(answer)
+
+
+def _sends_in_tensor_parallel(answer) -> bool | str:
+    for layers, tokens, width, n in ((4, 384, 64, 2), (32, 8192, 4096, 8)):
+        expected = 4 * layers * 2 * (n - 1) / n * tokens * width * 2
+        got = answer(layers, tokens, width, n)
+        if abs(got - expected) > 1e-6:
+            said = f"Called with ({layers}, {tokens}, {width}, {n}), it returns {got:g}"
+            return f"{said}, which is {got / expected:.3g} times what is sent."
+    return True
 
 
 EXERCISES = {
     # 03-fsdp-deepspeed/01_where_memory_goes.ipynb
     "parameter bytes": Exercise(
         _counts_parameter_bytes,
-        "Add up numel() times the bytes of one number, which is its element_size().",
+        (
+            "How many numbers has a parameter, and how many bytes has each of them?",
+            "Every tensor knows both: numel() and element_size().",
+        ),
     ),
     "state of 70B": Exercise(
         lambda answer: abs(answer - 4.375) < 0.05,
-        "16 bytes per parameter, and at stage 3 all of them are divided by 256.",
+        (
+            "Which parts of the state does stage 3 divide?",
+            "All parts together take 16 bytes per parameter.",
+        ),
+        mistakes={
+            16 * 70: "That is the whole state, undivided.",
+            16 * 70e9 / 256: "The number is right, in bytes: give GB.",
+            2 * 70 / 256: "That is the parameters alone, without the other two parts.",
+            4 * 70 + 12 * 70 / 256: "That is stage 1, which divides one part only.",
+        },
     ),
     "floor of stage 1": Exercise(
         lambda answer: abs(answer - 280) < 1,
-        "Parameters and gradients stay whole, and take 2 bytes each.",
+        (
+            "Which part shrinks with the number of GPUs, and which two do not?",
+            "Ever more GPUs leave what stays whole: 16-bit parameters and gradients.",
+        ),
+        mistakes={
+            0: "At stage 1 two parts stay whole on every GPU.",
+            16 * 70: "That is the state on one GPU: here there are ever more.",
+            2 * 70: "That is one of the two parts that stay whole.",
+            280e9: "The number is right, in bytes: give GB.",
+        },
     ),
     "sgd": Exercise(
-        lambda f: all(
-            abs(
-                f(stage, n) - sum(4 / n if stage >= first else 4 for first in (1, 2, 3))
-            )
-            < 1e-9
-            for stage in range(4)
-            for n in (1, 2, 8)
+        _divides_sgd,
+        (
+            "How many averages has SGD with momentum, and of how many bytes?",
+            "The stage says how many of the three parts are divided by world_size.",
         ),
-        "Three times 4 bytes; the stage says which of them are divided by world_size.",
     ),
     "smaller groups": Exercise(
         _lowers_the_peak,
-        "Blocks are the largest groups left: wrap what is in them, and wrap the model too.",
+        (
+            "The largest group decides: which one is it, with the wrap of this notebook?",
+            "fully_shard takes any module, and what is in a block is a module, too.",
+        ),
     ),
     # 03-fsdp-deepspeed/02_fsdp2.ipynb
-    "five all-gathers": Exercise(
-        _takes_five_all_gathers,
-        "Two blocks can share a group, and the group of the model itself is gathered once.",
-    ),
-    "bytes of FSDP2": Exercise(
-        lambda answer: abs(answer - 2 * 7 / 8 * 4e9) < 1e6,
-        "One all-gather and one reduce-scatter, each (N - 1) / N of 4e9 bytes.",
-    ),
-    "batch per worker": Exercise(
-        lambda answer: answer == 16,
-        "Eight times 12 is the global batch, and it has to stay: divide it by six.",
-    ),
     "is it sharded": Exercise(
         _tells_shards_from_copies,
-        "Compare state_bytes with memory.predict, all three parts, and allow for padding.",
+        (
+            "What would a rank hold if everything were divided by the number of ranks?",
+            "The state has three parts: one may be divided, and the others not.",
+        ),
+    ),
+    "five all-gathers": Exercise(
+        _takes_five_all_gathers,
+        (
+            "How many groups give three reduce-scatters, and which is gathered only once?",
+            "fully_shard takes a list of modules, and makes one group of them.",
+        ),
+    ),
+    "trains its shards": Exercise(
+        ranks03.trains_its_shards,
+        (
+            "Compare optimizer.param_groups[0]['params'] with list(model.parameters()).",
+            "What does fully_shard do to the parameters of a model?",
+        ),
+    ),
+    "another world size": Exercise(
+        ranks03.resumes_elsewhere,
+        (
+            "dcp.load fills a dict that has the shapes already: where do you get one?",
+            "sd.get_state_dict gives both halves; which function of sd puts them back?",
+        ),
     ),
     # 03-fsdp-deepspeed/03_deepspeed_zero.ipynb
-    "DeepSpeed batch": Exercise(
-        lambda answer: answer == 4 * 8 * 16,
-        "Texts per pass, times passes per step, times GPUs.",
-    ),
     "lowest stage": Exercise(
         lambda answer: answer == 1,
-        "Work out 2 + 2 + 12 bytes with the last part, or more, divided by 4.",
+        (
+            "Stage 0 holds 2 + 2 + 12 bytes per parameter. Which part goes first?",
+            "Divide the parts by 4, one after the other, until the sum fits.",
+        ),
+        mistakes={
+            0: "Undivided, the state takes 16 GB.",
+            2: "That fits as well, but a lower stage does, too.",
+            3: "That fits as well, but a lower stage does, too.",
+        },
     ),
     "two trips": Exercise(
         _makes_two_trips,
-        "Stay at stage 2, and switch off what all-reduces gradients in full by default.",
+        (
+            "Which trip is one too many: of the parameters, or of the gradients?",
+            "The table of settings names one that sends gradients to their owners only.",
+        ),
     ),
     "ZeRO-3 chart": Exercise(
         lambda answer: abs(answer - 10) < 1e-6,
-        "Stage 3 divides all three by the same number: 2, 2 and 12 bytes stay.",
+        (
+            "What is the proportion of the three parts before they are divided?",
+            "Stage 3 divides all three by the same number.",
+        ),
+        mistakes={
+            15: "That is the chart's own bar.",
+            60 / 12: "That is one byte's length: how many bytes has a parameter?",
+            20: "That is the bar of parameters in float32, or of two parts together.",
+        },
     ),
     # 03-fsdp-deepspeed/04_two_dimensions.ipynb
     "replicate traffic": Exercise(
         lambda answer: abs(answer - 2 * 3 / 4 * 1e9) < 1e6,
-        "An all-reduce over 4 ranks, of what one rank holds of the 4e9 bytes.",
+        (
+            "Of how many bytes does one rank hold the gradient?",
+            "An all-reduce is two trips, each (N - 1) / N, over the ranks that replicate.",
+        ),
+        mistakes={
+            2 * 3 / 4 * 4e9: "That is the whole gradient: a rank holds a shard of it.",
+            3 / 4 * 1e9: "That is one trip, and an all-reduce is two.",
+            2 * 15 / 16 * 1e9: "Over how many ranks is a shard replicated?",
+            1e9: "That is the size of a shard, not what its all-reduce sends.",
+        },
     ),
     "tensor traffic": Exercise(
-        lambda f: all(
-            abs(
-                f(layers, tokens, width, n)
-                - 4 * layers * 2 * (n - 1) / n * tokens * width * 2
-            )
-            < 1e-6
-            for layers, tokens, width, n in ((4, 384, 64, 2), (32, 8192, 4096, 8))
+        _sends_in_tensor_parallel,
+        (
+            "How many all-reduces has a block, forward and backward?",
+            "An all-reduce is two trips of (N - 1) / N of an activation, in bf16 here.",
         ),
-        "Four all-reduces per block, two of them backward; each is two trips.",
     ),
     "two nodes of four": Exercise(
         _shards_in_nodes_of_four,
-        "The last dimension of a mesh runs over neighbours, and fully_shard replicates "
-        "over the first. Return the model.",
+        (
+            "fully_shard shards over the last dimension, and replicates over the first.",
+            "The last dimension of a mesh runs over neighbours.",
+        ),
     ),
     # 03-fsdp-deepspeed/05_choosing_a_strategy.ipynb
     "which row": Exercise(
-        lambda answer: answer == "fsdp2",
-        "Call choose(13e9, 16, gpu_gb=40, layers=40), and look at what fsdp2-keep holds.",
+        lambda answer: (
+            answer == "fsdp2" or (WRONG_ROWS.get(answer) or "There is no such row.")
+        ),
+        (
+            "What does each row hold beside its state?",
+            "Call options(13, 16, layers=40), and compare with 70% of 40 GB.",
+        ),
     ),
     "two trips, half the state": Exercise(
         _sends_as_ddp_and_holds_half,
-        "fully_shard every block, then the model; what makes it gather a second time?",
+        (
+            "What makes it gather a second time?",
+            "What was gathered can stay for the backward pass: reshard_after_forward.",
+        ),
     ),
     "traffic ratio": Exercise(
         lambda answer: abs(answer - 1.5) < 1e-6,
-        "Count trips over the network: the number of GPUs is in both, and cancels.",
+        (
+            "Count trips over the network, for each of the two.",
+            "The number of GPUs is in both, and cancels.",
+        ),
+        mistakes={
+            1: "They would be equal if nothing were gathered a second time.",
+            3: "That is the trips of FSDP2: how many has DDP?",
+            2 / 3: "That is DDP in units of FSDP2.",
+        },
     ),
     "smallest": Exercise(
-        lambda f: (
-            [f(7e9, 80e9), f(7e9, 56e9), f(7e9, 8e9), f(1e9, 16e9)] == [2, 2, 16, 1]
+        cases(((7e9, 80e9), 2), ((7e9, 56e9), 2), ((7e9, 8e9), 16), ((1e9, 16e9), 1)),
+        (
+            "How many bytes of state has a parameter at stage 3 on N GPUs?",
+            "Try 1, 2, 4, ... until it fits.",
         ),
-        "16 * parameters / gpus has to be at most the budget: try 1, 2, 4, ...",
     ),
 }
