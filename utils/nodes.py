@@ -35,6 +35,11 @@ def start(count: int, workers: int = 1) -> Cluster:
     return cluster
 
 
+def dashboard(cluster: Cluster) -> str:
+    """The address of the dashboard, and of the jobs API: http://127.0.0.1:..."""
+    return f"http://{cluster.head_node.webui_url}"
+
+
 def add(cluster: Cluster):
     """Start one more node for a worker; returns it. Call it on the main thread."""
     node = cluster.add_node(num_cpus=1, resources={"trainer": 1})
