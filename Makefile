@@ -1,4 +1,4 @@
-# Everything runs in .venv, which the first command makes. No target needs a GPU.
+# Everything runs in .venv, which the first command makes. No target but `gpu` needs a GPU.
 SHELL := /bin/bash
 PYTHON ?= python3
 PY := .venv/bin/python
@@ -10,7 +10,7 @@ RUN := PATH="$(CURDIR)/.venv/bin:$$PATH" $(PY)
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lab test test-all test-weekly tour record bench lint doctor clean
+.PHONY: help setup lab test test-all test-weekly tour record gpu bench lint doctor clean
 
 help: ## print what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -70,6 +70,9 @@ record: $(READY) ## execute notebooks and save their outputs (NOTEBOOKS=path for
 
 bench: $(READY) ## measure ratios, and write tests/benchmarks/RESULTS.md
 	@$(RUN) -m tests.benchmarks
+
+gpu: $(READY) ## on GPUs: run everything, and print a table of what passed and was measured
+	@$(RUN) -m tests.gpu
 
 lint: $(READY) ## check style and format
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check .

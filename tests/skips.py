@@ -43,6 +43,7 @@ ALLOWED = {
     "make lab needs the .venv of this repository": outside_venv,
     "the tests run outside .venv, where `make setup` has no say": outside_venv,
     "there is no compiler here": installs_nothing,
+    "Prometheus is not installed here": installs_nothing,
     "KubeRay's schemas are not here and cannot be downloaded": no_schemas,
     "this user may not mount a disk to fill up": lambda: not may_mount(),
     "this user may not make network namespaces": lambda: not may_mount(),

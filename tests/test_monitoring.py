@@ -1,0 +1,115 @@
+"""Prometheus scrapes a run of which everything is known, and says the same numbers."""
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+
+import pytest
+
+from tests import scripts
+from utils.processes import free_port
+
+pytestmark = [pytest.mark.part02, pytest.mark.slow]
+
+produce = scripts.load(
+    scripts.ROOT / "02-ddp-pytorch-ray/cluster/monitoring/produce.py"
+)
+OBJECT = 30 * 2**20  # bytes
+# 5 objects of 30 MiB are put into a store of 300, and 20 tasks run; 9 more when told to.
+RUN = """
+import sys
+from utils.cluster import start_ray
+import numpy as np
+import ray
+
+start_ray(2, object_store_memory=300 * 2**20, _temp_dir=sys.argv[1])
+kept = [ray.put(np.zeros(30 * 2**20, np.uint8)) for _ in range(5)]
+
+@ray.remote(num_cpus=0)
+def counted(number):
+    return number
+
+ray.get([counted.remote(number) for number in range(20)])
+print("ready", flush=True)
+sys.stdin.readline()
+kept += [ray.put(np.zeros(30 * 2**20, np.uint8)) for _ in range(9)]
+print("more", flush=True)
+sys.stdin.read()
+"""
+HELD = 'sum(ray_object_store_memory{Location="MMAP_SHM"})'
+SPILLED = 'sum(ray_object_store_memory{Location="SPILLED"})'
+TASKS = 'sum(ray_tasks{Name="counted", State="FINISHED"})'
+
+
+@pytest.fixture(scope="module")
+def known():
+    """Prometheus's address, with the configuration of this repository, and the run."""
+    if not shutil.which("prometheus"):
+        pytest.skip("Prometheus is not installed here")
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:
+        running = subprocess.Popen(
+            [sys.executable, "-c", RUN, folder],
+            cwd=scripts.ROOT,
+            env=scripts.environment() | {"RAY_metrics_report_interval_ms": "1000"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            addresses = f"{folder}/prom_metrics_service_discovery.json"
+            with produce.prometheus(free_port(9190), addresses) as found:
+                while "ready" not in (line := running.stdout.readline()):
+                    assert line, "the run ended early"
+                yield found, running
+        finally:
+            running.stdin.close()
+            running.wait(60)
+
+
+def said(address: str, number: str, expected: float) -> float:
+    """What Prometheus says, once it is about that; after half a minute, anything."""
+    value = None
+    for _ in range(60):
+        if answer := produce.ask(address, number):
+            value = float(answer[0]["value"][1])
+            if value == pytest.approx(expected, rel=0.01):
+                break
+        time.sleep(0.5)
+    return value
+
+
+def test_the_numbers_are_those_of_the_run(known):
+    address, running = known
+    assert said(address, TASKS, 20) == 20
+    assert said(address, HELD, 5 * OBJECT) == pytest.approx(5 * OBJECT, rel=0.001)
+    assert said(address, SPILLED, 0) == 0
+    assert said(address, produce.NUMBERS["nodes"], 1) == 1
+    assert said(address, produce.NUMBERS["full"], 0.5) == pytest.approx(0.5, rel=0.01)
+
+    running.stdin.write("\n")  # now more than fits
+    running.stdin.flush()
+    assert "more" in running.stdout.readline()
+    for _ in range(60):
+        answer = produce.ask(address, SPILLED)
+        spilled = float(answer[0]["value"][1])
+        if spilled >= 4 * OBJECT:
+            break
+        time.sleep(0.5)
+    assert 4 * OBJECT <= spilled < 14 * OBJECT  # at least what is more than the store
+    whole = round(spilled / OBJECT)
+    assert spilled == pytest.approx(whole * OBJECT, rel=0.001)
+
+
+def test_every_target_answers_and_another_name_does_not(known):
+    address, _ = known
+    up = produce.ask(address, "up")
+    assert len(up) == 3 and all(one["value"][1] == "1" for one in up)
+    assert produce.ask(address, "ray_no_such_number") == []
+
+
+def test_the_page_asks_for_these_numbers():
+    page = (produce.HERE / "README.md").read_text()
+    for name in ("cpu", "full", "spilled", "nodes"):
+        assert f"`{produce.NUMBERS[name]}`" in page, name
