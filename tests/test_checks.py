@@ -466,6 +466,9 @@ WRONG = {
     ),
     "seconds to spare": 30 - 5 - 15,
     "stop together": lambda flag: flag,
+    "workers on nodes": 8,
+    "runtime env": lambda code, storage: {"working_dir": code},
+    "all share": lambda folder: folder.exists(),
     "elastic batch": lambda worlds, batch: [batch] * len(worlds),
 }
 

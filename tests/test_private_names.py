@@ -44,6 +44,11 @@ NAMES = {
         ),
     },
     "ray": {
+        "02-ddp-pytorch-ray/06_*.ipynb": (
+            "ray._private.runtime_env.packaging.GCS_STORAGE_MAX_SIZE",
+            "ray._private.utils.get_system_memory",
+            "ray._private.utils.get_used_memory",
+        ),
         "test_what_does_not_fit_the_store_is_counted_as_spilled": (
             "ray._private.internal_api.get_memory_info_reply",
             "ray._private.internal_api.get_state_from_address",

@@ -13,11 +13,14 @@ from ray.cluster_utils import Cluster
 
 from utils.processes import free_port
 
-WORKER = {"CPU": 1, "trainer": 1}  # what a training worker asks for: a node has one
+WORKER = {
+    "CPU": 1,
+    "trainer": 1,
+}  # what a training worker asks for; a head has no trainer
 
 
-def start(count: int) -> Cluster:
-    """A head node for a driver, and `count` nodes with room for a worker each.
+def start(count: int, workers: int = 1) -> Cluster:
+    """A head node for a driver, and `count` nodes with room for so many workers each.
 
     A node counts as lost after five missed health checks. They come every half second
     here, not every three.
@@ -28,8 +31,13 @@ def start(count: int) -> Cluster:
     os.environ["RAY_API_SERVER_ADDRESS"] = f"http://127.0.0.1:{port}"
     cluster = Cluster(initialize_head=True, head_node_args=head)
     for _ in range(count):
-        cluster.add_node(num_cpus=1, resources={"trainer": 1})
+        cluster.add_node(num_cpus=workers, resources={"trainer": workers})
     return cluster
+
+
+def dashboard(cluster: Cluster) -> str:
+    """The address of the dashboard, and of the jobs API: http://127.0.0.1:..."""
+    return f"http://{cluster.head_node.webui_url}"
 
 
 def add(cluster: Cluster):

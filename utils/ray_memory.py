@@ -7,6 +7,7 @@ from typing import NamedTuple
 import psutil
 import ray
 from ray._private.internal_api import get_memory_info_reply, get_state_from_address
+from ray._private.utils import get_system_memory, get_used_memory
 
 
 class Sample(NamedTuple):
@@ -89,3 +90,11 @@ def private_bytes(process: psutil.Process) -> int:
         return memory.rss - getattr(memory, "shared", 0)  # `shared` is known on Linux
     except psutil.Error:
         return 0
+
+
+def share_with(room: int) -> float:
+    """The share of the memory in use once `room` bytes more are, as Ray counts them.
+
+    Of this machine, or of the container that it is. For Ray's `memory_usage_threshold`.
+    """
+    return (get_used_memory() + room) / get_system_memory()

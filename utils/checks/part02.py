@@ -4,7 +4,7 @@ from unittest import mock
 
 import numpy as np
 
-from utils.checks.exercise import Exercise
+from utils.checks.exercise import Exercise, cases
 
 
 class _Add:
@@ -87,6 +87,38 @@ def _steps_until(anyone, asked: list[list[bool]]) -> int:
             break
     dist.destroy_process_group()
     return steps
+
+
+def _finds_the_other_folder(all_share) -> bool | str:
+    """Whether three ranks agree on whether one of them has a folder of its own."""
+    import tempfile
+
+    from utils.launch import run_ranks
+
+    for odd in (None, 0, 1, 2):
+        with (
+            tempfile.TemporaryDirectory() as shared,
+            tempfile.TemporaryDirectory() as own,
+        ):
+            folders = [own if rank == odd else shared for rank in range(3)]
+            said = run_ranks(_shares, 3, all_share, folders, timeout=60)
+        if [bool(answer) for answer in said] != [odd is None] * 3:
+            which = (
+                "a folder that all share" if odd is None else f"rank {odd} elsewhere"
+            )
+            return f"With {which}, the three ranks say {said}."
+    return True
+
+
+def _shares(all_share, folders: list[str]) -> bool:
+    from pathlib import Path
+
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    said = all_share(Path(folders[dist.get_rank()]))
+    dist.destroy_process_group()
+    return said
 
 
 def _runs_all_at_once(run_all) -> bool:
@@ -220,5 +252,31 @@ EXERCISES = {
     "stop together": Exercise(
         _stops_together,
         "Every rank needs the flags of all ranks, before any of them decides.",
+    ),
+    # 02-ddp-pytorch-ray/06_more_than_one_machine.ipynb
+    "workers on nodes": Exercise(
+        lambda answer: answer == 6,
+        ("One worker has to fit one node.", "How many fit a single node of 8 CPUs?"),
+        {
+            8: "24 CPUs are enough for 8, but a worker cannot stand on two nodes.",
+            2: "That is one node.",
+        },
+    ),
+    "runtime env": Exercise(
+        cases(
+            (
+                ("/code", "/shared"),
+                {"working_dir": "/code", "env_vars": {"WORKSHOP_STORAGE": "/shared"}},
+            )
+        ),
+        "The section on code names one key, and its second cell the other.",
+    ),
+    "all share": Exercise(
+        _finds_the_other_folder,
+        (
+            "One rank writes a file; the others can look for it once it is there.",
+            "Every rank needs the answers of all ranks before it returns: which "
+            "collective, and which operation, brings False to all if one has it?",
+        ),
     ),
 }
