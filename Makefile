@@ -10,7 +10,7 @@ RUN := PATH="$(CURDIR)/.venv/bin:$$PATH" $(PY)
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lab test test-all test-weekly tour record gpu bench lint doctor clean
+.PHONY: help setup lab test test-all test-weekly tour record bench gpu lint doctor clean
 
 help: ## print what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))

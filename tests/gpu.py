@@ -76,8 +76,9 @@ def machine() -> dict[str, str]:
 
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version"]
     try:
-        said = subprocess.check_output([*query, "--format=csv,noheader"], text=True)
-    except (OSError, subprocess.CalledProcessError):
+        query += ["--format=csv,noheader"]
+        said = subprocess.check_output(query, text=True, timeout=60)
+    except (OSError, subprocess.SubprocessError):
         count = torch.cuda.device_count()
         said = "\n".join(torch.cuda.get_device_name(i) for i in range(count))
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
