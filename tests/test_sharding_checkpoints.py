@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ray.train import WorkerGroupError
 
 from tests import scripts, sharding
-from utils import torchrun_or_ray, zero
+from utils import settings, torchrun_or_ray, zero
 from utils.launch import run_ranks
 
 pytestmark = pytest.mark.part03
@@ -337,14 +337,22 @@ def test_how_a_script_was_called_is_checked_first(script, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("script", [FSDP2, DEEPSPEED], ids=lambda path: path.stem)
-def test_what_a_worker_of_ray_finds_is_what_the_script_raises(script, monkeypatch):
+def test_what_a_worker_of_ray_finds_is_what_the_script_raises(
+    script, monkeypatch, tmp_path
+):
+    """All nodes are asked for its folders before that."""
+
     def fit(trainer):
         raise WorkerGroupError("failed", {1: ValueError("a sentence")})
 
+    asked = []
     monkeypatch.setattr("utils.cluster.start_ray", lambda num_workers: None)
+    monkeypatch.setattr("utils.preflight.check_shared", asked.append)
     monkeypatch.setattr("ray.train.torch.TorchTrainer.fit", fit)
+    arguments = ["--num-workers", 2, "--checkpoint-dir", tmp_path]
     with pytest.raises(ValueError, match=r"^a sentence$"):
-        call(script, monkeypatch, "--num-workers", 2, rank=None)
+        call(script, monkeypatch, *arguments, rank=None)
+    assert asked == [settings.storage_path(), tmp_path]
 
 
 @pytest.mark.parametrize("script", [FSDP2, DEEPSPEED], ids=lambda path: path.stem)
