@@ -152,7 +152,6 @@ def main() -> None:
         series = {
             name: ask(address, number, **times) for name, number in NUMBERS.items()
         }
-    Path(tempfile.gettempdir(), "trouble.json").write_text(json.dumps([series, began]))
     draw(series, began, HERE / "trouble.png")
     for one in series["state"]:
         moments = [float(at) - began["start"] for at, _ in one["values"]]
