@@ -13,14 +13,12 @@ from ray.cluster_utils import Cluster
 
 from utils.processes import free_port
 
-WORKER = {
-    "CPU": 1,
-    "trainer": 1,
-}  # what a training worker asks for; a head has no trainer
+# What a training worker asks for; a head has no `trainer`.
+WORKER = {"CPU": 1, "trainer": 1}
 
 
 def start(count: int, workers: int = 1) -> Cluster:
-    """A head node for a driver, and `count` nodes with room for so many workers each.
+    """A head node for a driver, and `count` nodes with room for `workers` workers each.
 
     A node counts as lost after five missed health checks. They come every half second
     here, not every three.
