@@ -161,7 +161,9 @@ def compare_all(strategies: dict[str, tuple[Strategy, Path]]) -> dict[str, dict]
     for name, (strategy, file) in strategies.items():
         ours = train_twice(strategy)
         if dist.get_rank() == 0:
-            found[name] = distances(ours, torch.load(file, mmap=True))
+            found[name] = distances(
+                ours, torch.load(file, mmap=True, weights_only=True)
+            )
     return found
 
 

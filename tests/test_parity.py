@@ -167,7 +167,7 @@ def test_evaluation_of_shards_equals_one_process(name, distance):
 
 def test_one_process_takes_ten_steps_and_one_in_float32():
     """The references, to whose shapes all else is held."""
-    one = torch.load(reference_for("group", parity.STEPS), mmap=True)
+    one = torch.load(reference_for("group", parity.STEPS), mmap=True, weights_only=True)
     for results in (one, reference_of_sharding()):
         assert len(results["losses"]) == 10
         assert results["parameters"].dtype == torch.float64

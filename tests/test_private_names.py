@@ -54,6 +54,7 @@ NAMES = {
             "ray._private.internal_api.get_state_from_address",
         ),
         "test_sigkill_of_a_node": (
+            "ray.cluster_utils",
             "ray.cluster_utils.Cluster",
             "ray.cloudpickle",
             "ray.cloudpickle.register_pickle_by_value",
@@ -87,6 +88,13 @@ NAMES = {
             "recompute",
             "_system_config",  # an unknown setting in it ends a node at its start
         ),
+        "test_nothing_but_torchs_store_listens_beyond_this_machine": (
+            "ray._private.ray_constants",
+            "ray._private.ray_constants.ENABLE_RAY_CLUSTER",
+            "ray._private.ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR",
+            "ray._private.services",
+            "ray._private.services.get_ray_address_from_environment",
+        ),
         "test_a_token_that_is_here_is_sent": (
             "ray._private.authentication.authentication_token_setup",
             "ray._private.authentication.authentication_token_setup._enable_token_auth",
@@ -100,6 +108,9 @@ NAMES = {
         "test_ray_imported_too_early_is_said": ("RAY_ENABLE_UV_RUN_RUNTIME_ENV",),
     },
     "deepspeed": {
+        "test_which_checkpoints_run_code_when_they_are_loaded": (
+            "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine.TorchCheckpointEngine",
+        ),
         "test_zero_trains_without_a_compiler": (
             "deepspeed.ops",
             "deepspeed.ops.__compatible_ops__",

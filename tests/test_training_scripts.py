@@ -154,7 +154,8 @@ def test_offloaded_shards_are_built_on_meta_and_train_the_same(tmp_path):
     assert first[0] == plain_first[0] and second[0] == plain_second[0]
     assert second[0]["first_step"] == 2 and len(second[0]["losses"]) == 2
     ours, theirs = (
-        torch.load(tmp_path / f"{name}.pt") for name in ("offloaded", "as is")
+        torch.load(tmp_path / f"{name}.pt", weights_only=True)
+        for name in ("offloaded", "as is")
     )
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)

@@ -1,5 +1,6 @@
 """Start Ray on this machine, or join a cluster, with the workshop's settings."""
 
+import contextlib
 import json
 import logging
 import os
@@ -8,13 +9,15 @@ import socket
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import cloudpickle
 import ray
+from ray._private import ray_constants
 from ray._private.authentication.authentication_token_setup import _enable_token_auth
 from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
+from ray._private.services import get_ray_address_from_environment
 from ray.exceptions import AuthenticationError
 
 import utils
@@ -23,6 +26,9 @@ from utils.processes import free_port
 
 # Logical CPUs kept free of training workers, so that Ray Data's tasks have where to run.
 SPARE_CPUS = 2
+# Whether Ray uses this machine's address in the network, or 127.0.0.1; by its name, for
+# other systems than Linux, where 127.0.0.1 is the default.
+ON_NETWORK = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
 # What Ray reads when it starts; `processes` sets what it reads when it is imported.
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -50,8 +56,8 @@ def start_ray(
     """Start Ray on this machine, or join the cluster that RAY_ADDRESS names.
 
     A Ray started here gets logical CPUs for `num_workers` workers and two more, which
-    may exceed the real ones: a CPU is a ticket in Ray's scheduling, not a core. Its
-    dashboard listens on 127.0.0.1 alone. A cluster that was there before gets `utils`
+    may exceed the real ones: a CPU is a ticket in Ray's scheduling, not a core. It
+    listens on 127.0.0.1 alone. A cluster that was there before gets `utils`
     sent to all its nodes, so that workers can import it. Workers' prints do not reach
     the notebook: functions return values instead. Prints one line about what there is.
 
@@ -111,10 +117,11 @@ def another_driver(function: Callable, *args) -> subprocess.Popen:
         "import pickle, sys, ray; ray.init(); "
         "function, args = pickle.load(sys.stdin.buffer); function(*args)"
     )
-    address = {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    address = ray.get_runtime_context().gcs_address
+    alone = {ON_NETWORK: "0"} if address.startswith("127.") else {}
     driver = subprocess.Popen(
         [sys.executable, "-c", program],
-        env=os.environ | address,
+        env=os.environ | alone | {"RAY_ADDRESS": address},
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -122,6 +129,41 @@ def another_driver(function: Callable, *args) -> subprocess.Popen:
     with driver.stdin as pipe:
         pipe.write(cloudpickle.dumps((function, args)))
     return driver
+
+
+@contextlib.contextmanager
+def on_loopback() -> Iterator[None]:
+    """While inside, what Ray starts here listens on 127.0.0.1 alone, and can be joined.
+
+    Ray's default on Windows and macOS; elsewhere it listens on all addresses. Processes
+    that Ray starts inherit the variable. This one has read it before, into a constant.
+    """
+    constant, variable = ray_constants.ENABLE_RAY_CLUSTER, os.environ.get(ON_NETWORK)
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    os.environ[ON_NETWORK] = "0"
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = constant
+        del os.environ[ON_NETWORK]  # `ray start` refuses to run with it
+        if variable is not None:
+            os.environ[ON_NETWORK] = variable
+
+
+def _is_on_loopback(address: str) -> bool:
+    """Whether a Ray is started here, or listens at 127.0.0.1 and at no other address."""
+    if address == "local":
+        return True
+    if address == "auto":
+        address = get_ray_address_from_environment("auto", None) or ""
+    host, _, port = address.partition(":")
+    if not host.startswith("127."):
+        return False
+    try:
+        socket.create_connection((ray.util.get_node_ip_address(), port), 1).close()
+    except OSError:
+        return True
+    return False
 
 
 def _connect(num_cpus: int, address: str | None, options: dict) -> str:
@@ -168,7 +210,9 @@ def _connect(num_cpus: int, address: str | None, options: dict) -> str:
                 if not _tokens():
                     raise AuthenticationError("no token")
                 _enable_token_auth()
-        context = ray.init(**options)
+        where = on_loopback() if _is_on_loopback(address) else contextlib.nullcontext()
+        with where:
+            context = ray.init(**options)
     except AuthenticationError as error:
         raise _refused(address) from error
     except (OSError, ValueError) as error:  # Ray's ConnectionError is an OSError

@@ -8,13 +8,23 @@ import os
 import subprocess
 import time
 
+from utils.cluster import ON_NETWORK, on_loopback
+
 import ray
-from ray.cluster_utils import Cluster
+from ray import cluster_utils
 
 from utils.processes import free_port
 
 # What a training worker asks for; a head has no `trainer`.
 WORKER = {"CPU": 1, "trainer": 1}
+
+
+class Cluster(cluster_utils.Cluster):
+    """Nodes of Ray that listen on 127.0.0.1 alone."""
+
+    def add_node(self, *args, **kwargs):
+        with on_loopback():
+            return super().add_node(*args, **kwargs)
 
 
 def start(count: int, workers: int = 1) -> Cluster:
@@ -60,7 +70,13 @@ def drain(cluster: Cluster, node, seconds: int) -> None:
     notice = ["ray", "drain-node", "--address", cluster.address]
     notice += ["--node-id", node.node_id, "--deadline-remaining-seconds", str(seconds)]
     notice += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot"]
-    subprocess.run(notice, check=True, capture_output=True)
+    subprocess.run(
+        notice,
+        env=os.environ | {ON_NETWORK: "0"},
+        check=True,
+        capture_output=True,
+        timeout=60,
+    )
 
 
 def wait_until_gone(cluster: Cluster, node) -> None:

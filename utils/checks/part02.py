@@ -56,7 +56,11 @@ def _interrupted_equals_undisturbed(pack, unpack) -> bool:
     file = io.BytesIO()
     torch.save(pack(*interrupted, seen), file)
     file.seek(0)
-    train(*restarted, seen=unpack(torch.load(file), *restarted), steps=3)
+    train(
+        *restarted,
+        seen=unpack(torch.load(file, weights_only=True), *restarted),
+        steps=3,
+    )
     pairs = zip(undisturbed[0].parameters(), restarted[0].parameters())
     same = all(torch.equal(theirs, ours) for theirs, ours in pairs)
     dist.destroy_process_group()
