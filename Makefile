@@ -47,16 +47,18 @@ endif
 lab: $(READY) ## open the first notebook in JupyterLab
 	@$(RUN) -m jupyter lab --ServerApp.ip=127.0.0.1 $(if $(filter 0,$(shell id -u)),--allow-root) --LabApp.default_url=/lab/tree/01-ddp-pytorch-only/01_data_parallelism_by_hand.ipynb $(LAB_ARGS)
 
+# Two lanes side by side (tests/lanes.py): one core each, and what waits in one leaves it to the other.
+LANES := -n 2
 # Marks say what is slow, or of a part; tests/tiers.py marks the notebooks.
 test: $(READY) ## run the quick tests and first notebooks (PART=02: all of a part)
 ifdef PART
-	@$(if $(wildcard $(PART)-*),,echo "There is no part $(PART): name a numbered folder, as in 'make test PART=02'."; exit 1;) $(RUN) -m pytest --nbval -m "part$(PART) and not weekly"
+	@$(if $(wildcard $(PART)-*),,echo "There is no part $(PART): name a numbered folder, as in 'make test PART=02'."; exit 1;) $(RUN) -m pytest --nbval $(LANES) -m "part$(PART) and not weekly"
 else
-	@$(RUN) -m pytest --nbval -m "not slow and not weekly" --note-run=test
+	@$(RUN) -m pytest --nbval $(LANES) -m "not slow and not weekly" --note-run=test
 endif
 
 test-all: $(READY) ## run what gates a change: all notebooks, parity, faults, scripts, bad input
-	@$(RUN) -m pytest --nbval -m "not weekly" --note-run=test-all
+	@$(RUN) -m pytest --nbval $(LANES) -m "not weekly" --note-run=test-all
 
 # A long test may take longer than others may.
 test-weekly: $(READY) ## run what is long and rarely breaks

@@ -61,12 +61,6 @@ def step_on_unequal_shares(model, optimizer, images, labels):
     return step_by_hand(model, optimizer, images[:keep], labels[:keep])
 
 
-def prepared_by_ray(model: nn.Module) -> nn.Module:
-    from ray.train.torch import prepare_model  # only workers of Ray Train may call it
-
-    return prepare_model(model)
-
-
 def batches_of_digits(calls_set_epoch: bool = True) -> Iterator[list[torch.Tensor]]:
     """This rank's images and labels, step by step."""
     data = Subset(digits("train"), range(IMAGES))
@@ -82,12 +76,11 @@ def batches_of_digits(calls_set_epoch: bool = True) -> Iterator[list[torch.Tenso
 class Strategy:
     """wrap(model) and step(model, optimizer, images, labels) make a strategy.
 
-    launcher is "torchrun" or "ray"; batches() gives a rank its images and labels.
+    batches() gives a rank its images and labels.
     """
 
     wrap: Callable[[nn.Module], nn.Module]
     step: Callable[..., torch.Tensor]
-    launcher: str = "torchrun"
     norm: str = "group"
     batches: Callable[[], Iterable] = batches_of_digits
     steps: int = STEPS
@@ -96,7 +89,6 @@ class Strategy:
 STRATEGIES = {
     "by hand": Strategy(lambda model: model, step_by_hand),
     "DDP": Strategy(DDP, step_of_script),
-    "Ray Train DDP": Strategy(prepared_by_ray, step_of_script, launcher="ray"),
 }
 # Mistakes that the test has to see; without set_epoch the first epoch is right.
 CONTROLS = {

@@ -6,31 +6,17 @@ gradient. ResNet-18 is trained where every rank has the whole model, a GPT where
 sharded.
 """
 
-import io
 import os
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
-from utils.cluster import start_ray
-
-import numpy as np
-import pyarrow.parquet as pq
 import pytest
-import ray
 import torch
-import torch.distributed as dist
-from PIL import Image
-from ray.train import RunConfig, ScalingConfig
-from ray.train.torch import TorchTrainer
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, TensorDataset
 
-from tests import compare, parity, scripts, sharding, two_dimensions
+from tests import parity, sharding, two_dimensions
 from tests.compare import relative
 from utils import memory
-from utils.datasets import write_shards
 from utils.launch import run_ranks
 
 pytestmark = [pytest.mark.part01, pytest.mark.part02, pytest.mark.part03]
@@ -48,9 +34,8 @@ def runs(*strategies: dict) -> pytest.MarkDecorator:
             n, name, id=f"{n} workers-{name}", marks=[pytest.mark.slow] * (n != 2)
         )
         for n in WORKERS
-        for name in [name for names in strategies for name in names]
-        # prepare_model wraps nothing where a worker is alone, and else in DDP
-        if n == 2 or name != "Ray Train DDP"
+        for names in strategies
+        for name in names
     ]
     return pytest.mark.parametrize(("num_workers", "name"), chosen)
 
@@ -81,7 +66,7 @@ def with_references(strategies: dict[str, parity.Strategy]) -> dict[str, tuple]:
 @cache
 def with_ranks(num_workers: int) -> dict[str, dict[str, float]]:
     """In processes with the environment of torchrun, without its seconds of imports."""
-    chosen = {n: s for n, s in parity.STRATEGIES.items() if s.launcher == "torchrun"}
+    chosen = dict(parity.STRATEGIES)
     if num_workers == 2:
         chosen |= parity.CONTROLS
     chosen = with_references(chosen)
@@ -112,37 +97,11 @@ def on_a_grid() -> dict[str, dict[str, float]]:
     return found
 
 
-@cache
-def with_ray(num_workers: int) -> dict[str, dict[str, float]]:
-    # The workers cannot import this folder: send its functions along.
-    for module in (compare, parity, scripts):
-        ray.cloudpickle.register_pickle_by_value(module)
-    chosen = {n: s for n, s in parity.STRATEGIES.items() if s.launcher == "ray"}
-    chosen = with_references(chosen)
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = TorchTrainer(
-            lambda config: parity.compare_all(chosen),
-            scaling_config=ScalingConfig(num_workers=num_workers),
-            run_config=RunConfig(name="parity", storage_path=folder),
-        )
-        return trainer.fit().return_value  # that of rank 0
-
-
-@pytest.fixture(scope="module")
-def own_ray():
-    start_ray(num_workers=max(WORKERS))
-    yield
-    ray.shutdown()
-
-
 @pytest.fixture
-def distance(request, name: str, num_workers: int) -> dict[str, float]:
+def distance(name: str, num_workers: int) -> dict[str, float]:
     """From the results of one process, by what is compared."""
     if name in sharding.STRATEGIES:
         return with_shards(num_workers)[name]
-    if parity.STRATEGIES[name].launcher == "ray":
-        request.getfixturevalue("own_ray")
-        return with_ray(num_workers)[name]
     return with_ranks(num_workers)[name]
 
 
@@ -246,66 +205,3 @@ def test_sharding_that_shards_nothing_is_seen_by_its_bytes_alone():
     for key in ("losses", "gradient", "parameters"):
         assert fake[key] < FLOAT64
     assert fake["state"] == 2 * sharded_state("HSDP")
-
-
-def streamed(shards: list[str], decode, ranks: int) -> list[list[dict]]:
-    """Ten shuffled batches for each rank, as Ray Data deals them out."""
-    dataset = ray.data.read_parquet(shards, shuffle="files").map_batches(
-        lambda batch: decode(batch) | {"id": batch["id"]}, batch_size=32
-    )
-
-    def read(split):
-        size = parity.GLOBAL_BATCH // ranks
-        options = {"batch_size": size, "local_shuffle_buffer_size": 32}
-        return list(split.iter_torch_batches(**options))[:10]
-
-    with ThreadPoolExecutor(ranks) as pool:
-        return list(pool.map(read, dataset.streaming_split(ranks, equal=True)))
-
-
-def loaded(shards: list[str], orders: list[list[list[int]]]) -> list[list[tuple]]:
-    """By rank, what a DataLoader makes of the same files, given the rows of each batch."""
-    rows = pq.read_table(shards).to_pydict()
-    pictures = [np.asarray(Image.open(io.BytesIO(image))) for image in rows["image"]]
-    images = torch.tensor(np.stack(pictures))[:, None] / 255
-    in_memory = TensorDataset(images, torch.tensor(rows["label"]))
-    return [list(DataLoader(in_memory, batch_sampler=order)) for order in orders]
-
-
-@pytest.mark.parametrize(
-    "num_workers",
-    [2, pytest.param(3, marks=pytest.mark.weekly)],
-    ids="{} workers".format,
-)
-def test_training_through_ray_data_equals_one_process(tmp_path, own_ray, num_workers):
-    """The same batches as a DataLoader's, bit for bit, and trained on as by one process."""
-    decode = scripts.load(scripts.TRAIN_RAY_DDP_WITH_RAY_DATA).decode
-    shards = [str(p) for p in write_shards(tmp_path, 4e-4, 28, rows_per_shard=48)]
-    streams = streamed(shards, decode, num_workers)
-    by_ray = [[(b["image"], b["label"]) for b in rank] for rank in streams]
-    by_loader = loaded(shards, [[b["id"].tolist() for b in rank] for rank in streams])
-    for ours, theirs in zip(by_ray, by_loader, strict=True):
-        assert len(ours) == parity.STEPS
-        for (images, labels), expected in zip(ours, theirs, strict=True):
-            assert torch.equal(images, expected[0]) and torch.equal(labels, expected[1])
-
-    whole = [[torch.cat(share) for share in zip(*step)] for step in zip(*by_loader)]
-    alone = reference(batches=lambda: whole)
-    orders = {"Ray Data": by_ray}
-    if num_workers == 2:
-        orders["another order"] = [by_ray[0][::-1], by_ray[1]]
-
-    def compare_orders() -> dict[str, dict[str, float]]:
-        step = scripts.load(scripts.TRAIN_RAY_DDP_WITH_RAY_DATA).train_step
-        mine = {name: ranks[dist.get_rank()] for name, ranks in orders.items()}
-        strategies = {
-            name: parity.Strategy(DDP, step, batches=lambda b=batches: b)
-            for name, batches in mine.items()
-        }
-        return parity.compare_all({n: (s, alone) for n, s in strategies.items()})
-
-    found = run_ranks(parity.in_a_group, num_workers, compare_orders)[0]
-    for key, distance in found["Ray Data"].items():
-        assert distance < (FLOAT32 if key == "gradient32" else FLOAT64)
-        if num_workers == 2:  # a negative control
-            assert found["another order"][key] > 1e6 * FLOAT64

@@ -6,6 +6,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import time
 import zlib
 from unittest.mock import Mock
 
@@ -69,7 +70,7 @@ def whole_files(damaged, tmp_path_factory):
 @pytest.fixture
 def own_ray(monkeypatch):
     """One Ray for all runs here, which a run that fails would end."""
-    start_ray(2)
+    start_ray(2, log_to_driver=True)  # as the script does
     monkeypatch.setattr(ray, "shutdown", lambda: None)
 
 
@@ -91,17 +92,20 @@ def call(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_run_leaves_out_and_counts_what_is_corrupt(damaged, tmp_path, call):
+@pytest.mark.usefixtures("own_ray")
+def test_a_run_leaves_out_and_counts_what_is_corrupt(damaged, tmp_path, call, capfd):
     """3 files of 48 rows are whole: 144 rows, 72 for each worker, 4 batches of 18."""
     arguments = ["--data-path", damaged, "--on-corrupt", "skip", "--num-workers", 2]
     arguments += ["--num-epochs", 2, "--batch-size", 18, "--checkpoint-dir", tmp_path]
-    done = launch(*arguments)
-    assert done.returncode == 0, done.stderr
-    assert "imported before utils.cluster" not in done.stderr
-    assert re.search(r"Left out 2 corrupt file.*-00003\.par.*-00004\.par", done.stdout)
-    assert "144 rows to train on, 72 for each worker" in done.stdout
+    call(*arguments)
+    said, deadline = capfd.readouterr().out, time.monotonic() + 10
+    while "epoch 2" not in said and time.monotonic() < deadline:  # what workers print
+        time.sleep(0.1)
+        said += capfd.readouterr().out
+    assert re.search(r"Left out 2 corrupt file.*-00003\.par.*-00004\.par", said)
+    assert "144 rows to train on, 72 for each worker" in said
     epochs = re.findall(
-        r"epoch \d: loss \S+ steps (\d+), rows (\d+), corrupt (\d+)", done.stdout
+        r"epoch \d: loss \S+ steps (\d+), rows (\d+), corrupt (\d+)", said
     )
     assert len(epochs) == 2
     assert set(epochs) == {("4", "144", "1")}
@@ -130,6 +134,7 @@ def test_a_run_ends_with_the_sentence_of_a_task(whole_files):
         r"corrupt .+ --on-corrupt skip\."
     )
     assert re.fullmatch(expected, done.stderr.splitlines()[-1]), done.stderr
+    assert "imported before utils.cluster" not in done.stderr
 
 
 @pytest.mark.slow

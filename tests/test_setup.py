@@ -270,9 +270,9 @@ def test_lab_listens_on_this_machine_only(clone):
 @pytest.mark.parametrize(
     ("arguments", "chosen"),
     [
-        (["test"], "--nbval -m not slow and not weekly --note-run=test"),
-        (["test", "PART=02"], "--nbval -m part02 and not weekly"),
-        (["test-all"], "--nbval -m not weekly --note-run=test-all"),
+        (["test"], "--nbval -n 2 -m not slow and not weekly --note-run=test"),
+        (["test", "PART=02"], "--nbval -n 2 -m part02 and not weekly"),
+        (["test-all"], "--nbval -n 2 -m not weekly --note-run=test-all"),
         (["test-weekly"], "-m weekly --note-run=test-weekly"),
     ],
 )

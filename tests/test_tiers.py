@@ -111,11 +111,39 @@ def test_marks_choose_and_a_failed_cell_brings_its_notebook(project):
     failed = {name for name, state in found.items() if state == "FAILED"}
     assert failed == {"02_second.ipynb::Cell 1", "test_tiny.py::test_wrong"}
 
+    found = project.run("-n", "2", "--nbval", ".")  # the same, in two lanes
+    found.pop("output")
+    assert {name for name, state in found.items() if state == "FAILED"} == failed
+
     (project.folder / "switch").write_text("1")
     found = project.run("--lf", "02-part", "test_tiny.py")
     found.pop("output")
     assert found == dict.fromkeys(SECOND | {"test_tiny.py::test_wrong"}, "PASSED")
     assert project.started.read_text().count("\n") == 1
+
+
+NOTE = """
+import os, time
+from pathlib import Path
+
+def test_where():  # {text}
+    began = time.time()
+    time.sleep(1)
+    lane = os.environ["PYTEST_XDIST_WORKER"]
+    Path(__file__).with_suffix(".txt").write_text(f"{{lane}} {{began}} {{time.time()}}")
+"""
+
+
+@pytest.mark.slow
+def test_what_starts_ray_waits_for_its_turn_and_the_rest_does_not(project):
+    texts = {"a": "start_ray(1)", "b": "TRAIN_RAY_DDP", "c": "", "d": "start_ray"}
+    for name, text in texts.items():
+        (project.folder / f"test_{name}.py").write_text(NOTE.format(text=text))
+    project.run("-n", "2", ".")
+    found = [(project.folder / f"test_{n}.txt").read_text().split() for n in "abcd"]
+    (first, _, ended), (second, began, _), *others = found
+    assert first == second and float(began) >= float(ended)
+    assert {first} | {lane for lane, *_ in others} == {"gw0", "gw1"}
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from nbval.plugin import IPyNbCell
 
+COLLECTED: set[str] = set()  # the names of all tests of this run
 PART = re.compile(r"(?:^|[/\[])(0\d)-[a-z]")  # a numbered folder, in the name of a test
 
 
@@ -35,12 +36,22 @@ def pytest_collection_modifyitems(items):
             item.add_marker("slow")
 
 
+def pytest_collection_finish(session):
+    COLLECTED.update(item.nodeid for item in session.items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_node_collection_finished(ids):
+    COLLECTED.update(ids)
+
+
 @pytest.hookimpl(trylast=True)  # once pytest has noted the cells that failed
 def pytest_sessionfinish(session):
     """Let `--lf` run the whole notebook of a cell that failed: it needs those above it."""
     if session.config.pluginmanager.has_plugin("cacheprovider"):
         failed = session.config.cache.get("cache/lastfailed", {})
-        cells = [item for item in session.items if isinstance(item, IPyNbCell)]
-        paths = {cell.path for cell in cells if cell.nodeid in failed}
-        failed |= {cell.nodeid: True for cell in cells if cell.path in paths}
-        session.config.cache.set("cache/lastfailed", failed)
+        notebooks = {name.partition("::")[0] for name in failed if ".ipynb::" in name}
+        cells = {n for n in COLLECTED if n.partition("::")[0] in notebooks}
+        session.config.cache.set(
+            "cache/lastfailed", failed | dict.fromkeys(cells, True)
+        )
