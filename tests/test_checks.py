@@ -113,6 +113,14 @@ class MakesItAgain:
         return batch | {"square": self.make_table()[batch["label"]]}
 
 
+class MakesItTwice(MakesItAgain):
+    """Once for itself, and then for every batch."""
+
+    def __init__(self, make_table):
+        super().__init__(make_table)
+        make_table()
+
+
 def one_by_one(model):
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
@@ -278,6 +286,48 @@ NAMED = {
         (summed, "forgot the number of workers"),
         (on_all_ranks, "Only rank 0"),
     ],
+    "all at once": [
+        (lambda task, inputs: [ray.get(task.remote(x)) for x in inputs], "It waits"),
+        (lambda task, inputs: [task.remote(x) for x in inputs], "returns references"),
+    ],
+    "seconds for 20 tasks": [(20 / 8, "8 tasks at once"), (20, "after the other")],
+    "count after restart": [(7, "the process that died")],
+    "tree sum": [
+        (lambda add, refs: functools.reduce(add.remote, refs), "4 rounds and not 3"),
+        (lambda add, refs: functools.reduce(add.remote, refs[:5]), "up to 10"),
+    ],
+    "mean of ranks": [
+        ([[2.0, 1.0], [2.0, 1.0]], "the sum"),
+        ([[1, 0], [1, 1]], "nothing has been sent"),
+    ],
+    "workers that fit": [(8, "asks for two"), (2, "one node")],
+    "epochs after failure": [(10, "not from the start"), (2, "was not finished")],
+    "your train_fn": [({"weight": 0.52, "bias": 1.0}, "rank 0 alone")],
+    "steps per worker": [(16, "drops it"), (62, "4 workers"), (250, "the rows")],
+    "safe buffer": [(64, "one batch")],
+    "label counts": [
+        (
+            lambda batch: {"counts": np.bincount(batch["label"], minlength=10)},
+            "is [10] and not [1, 10]",
+        ),
+        (lambda batch: {"counts": np.bincount(batch["label"])[None]}, "is [1, 4]"),
+    ],
+    "made once": [
+        (MakesItAgain, "there is no table yet"),
+        (MakesItTwice, "is made 4 times"),
+    ],
+    "steps trained twice": [(15, "Step 75"), (76, "within the epoch"), (46, "later")],
+    "seconds between saves": [(40**0.5, "in hours"), (72_000**0.5, "besides")],
+    "seconds to spare": [(11, "right after"), (10, "a step"), (15, "between")],
+    "stop together": [
+        (lambda flag: flag, "Rank 2 asks in step 1"),
+        (lambda flag: True, "If no rank asks"),
+    ],
+    "elastic batch": [
+        (lambda worlds, batch: [batch] * len(worlds), "Called with ([3, 2, 3], 32)")
+    ],
+    "workers on nodes": [(8, "on two nodes"), (2, "one node")],
+    "all share": [(lambda folder: folder.exists(), "rank 0 elsewhere")],
     "parameter bytes": [
         (lambda model: 4 * sum(p.numel() for p in model.parameters()), "bfloat16"),
         (lambda model: sum(p.numel() for p in model.parameters()), "returns 20"),
@@ -434,22 +484,8 @@ def test_every_exercise_is_asked_and_solved(monkeypatch):
     assert not any("Right" in said for said in asked.values())
 
 
-# The mistakes that the exercises of the other parts are about; none may be called right.
+# Mistakes that no sentence names; none may be called right.
 WRONG = {
-    "all at once": lambda task, inputs: [ray.get(task.remote(x)) for x in inputs],
-    "seconds for 20 tasks": 20 / 8,
-    "count after restart": 5,
-    "tree sum": lambda add, refs: functools.reduce(add.remote, refs),
-    "mean of ranks": [[2.0, 1.0], [2.0, 1.0]],  # the sum
-    "workers that fit": 5,
-    "epochs after failure": 2,
-    "your train_fn": {"weight": 0.52, "bias": 1.0},  # rank 0 by itself
-    "steps per worker": -(-1003 // 64),
-    "safe buffer": 64,
-    "label counts": lambda batch: {"counts": np.bincount(batch["label"], minlength=10)},
-    "made once": MakesItAgain,
-    "steps trained twice": 75,
-    "seconds between saves": 2 * 2 * 36_000,
     "whole checkpoint": (
         lambda model, optimizer, schedule, seen: {  # forgets the schedule
             "model": model.state_dict(),
@@ -464,12 +500,7 @@ WRONG = {
             and state["seen"]
         ),
     ),
-    "seconds to spare": 30 - 5 - 15,
-    "stop together": lambda flag: flag,
-    "workers on nodes": 8,
     "runtime env": lambda code, storage: {"working_dir": code},
-    "all share": lambda folder: folder.exists(),
-    "elastic batch": lambda worlds, batch: [batch] * len(worlds),
 }
 
 

@@ -67,14 +67,16 @@ def _interrupted_equals_undisturbed(pack, unpack) -> bool:
     return same
 
 
-def _stops_together(anyone) -> bool:
+def _stops_together(anyone) -> bool | str:
     """Whether three ranks end after the same step, if one of them wants to, or none."""
     from utils.launch import run_ranks
 
     asked = [[False] * 4, [False, False, True, False], [True, False, False, False]]
-    one_asks = run_ranks(_steps_until, 3, anyone, asked, timeout=60)
     none_asks = run_ranks(_steps_until, 3, anyone, [[False] * 4] * 3, timeout=60)
-    return one_asks == [1, 1, 1] and none_asks == [4, 4, 4]
+    if none_asks != [4, 4, 4]:
+        return f"If no rank asks, they end after steps {none_asks} and not 4."
+    one_asks = run_ranks(_steps_until, 3, anyone, asked, timeout=60)
+    return one_asks == [1, 1, 1] or f"Rank 2 asks in step 1; they end after {one_asks}."
 
 
 def _steps_until(anyone, asked: list[list[bool]]) -> int:
@@ -125,7 +127,7 @@ def _shares(all_share, folders: list[str]) -> bool:
     return said
 
 
-def _runs_all_at_once(run_all) -> bool:
+def _runs_all_at_once(run_all) -> bool | str:
     """Whether it submits every task before it waits for the first result."""
     import ray  # here, not above: part 01 has no need of it
 
@@ -144,23 +146,48 @@ def _runs_all_at_once(run_all) -> bool:
 
     with mock.patch.object(ray, "get", get):
         results = run_all(Task, [1, 2, 3])
+    if done[:2] == ["submit", "get"]:
+        return "It waits for the first result before it submits the second task."
+    if results == [1, 2, 3]:
+        return "It returns references: what turns them into results?"
     return results == [1, 4, 9] and done[:3] == ["submit"] * 3
 
 
-def _is_mean_of_two_ranks(returned) -> bool:
-    return [list(map(float, of_rank)) for of_rank in returned] == [[1, 0.5]] * 2
+def _adds_in_rounds(tree_sum) -> bool | str:
+    """Whether it adds all, in as few rounds as halving takes."""
+    for count, rounds in ((1, 0), (2, 1), (5, 3), (8, 3)):
+        total, depth = tree_sum(_Add, [(n, 0) for n in range(count)])
+        if total != sum(range(count)):
+            return f"Of {count} references, it adds 0 to {count - 1} up to {total}."
+        if depth != rounds:
+            return f"Of {count} references, it takes {depth} rounds and not {rounds}."
+    return True
 
 
-def _fits_the_line(returned) -> bool:
-    return abs(returned["weight"] - 3) < 0.01 and abs(returned["bias"] - 1) < 0.01
+def _is_mean_of_two_ranks(returned) -> bool | str:
+    found = [list(map(float, of_rank)) for of_rank in returned]
+    if found == [[2, 1]] * 2:
+        return "That is the sum over both ranks."
+    if found == [[1, 0], [1, 1]]:
+        return "Each rank returns its own tensor: nothing has been sent."
+    return found == [[1, 0.5]] * 2
 
 
-def _counts_labels(label_counts) -> bool:
+def _fits_the_line(returned) -> bool | str:
+    weight, bias = returned["weight"], returned["bias"]
+    if abs(weight - 3) > 0.1 and abs(bias - 1) < 0.01:
+        return "That fits the example of rank 0 alone: the ranks do not train together."
+    return abs(weight - 3) < 0.01 and abs(bias - 1) < 0.01
+
+
+def _counts_labels(label_counts) -> bool | str:
     counts = label_counts({"label": np.array([3, 0, 3])})["counts"]
+    if np.shape(counts) != (1, 10):
+        return f"The shape of counts is {list(np.shape(counts))} and not [1, 10]."
     return np.array_equal(counts, [[1, 0, 0, 2, 0, 0, 0, 0, 0, 0]])
 
 
-def _looks_up_once(lookup) -> bool:
+def _looks_up_once(lookup) -> bool | str:
     """Whether `__init__` makes the table, and `__call__` uses it for every batch."""
     made = []
 
@@ -169,93 +196,183 @@ def _looks_up_once(lookup) -> bool:
         return np.arange(10) ** 2
 
     worker = lookup(make_table)
+    if not made:
+        return (
+            "Once it is made, there is no table yet: the first batch would wait for it."
+        )
     results = [worker({"label": np.array([3, 0])})["square"] for _ in range(3)]
-    return len(made) == 1 and all(list(found) == [9, 0] for found in results)
+    if len(made) > 1:
+        return f"For 3 batches, the table is made {len(made)} times."
+    return all(list(found) == [9, 0] for found in results)
 
 
 EXERCISES = {
     # 02-ddp-pytorch-ray/01_ray_core.ipynb
     "all at once": Exercise(
         _runs_all_at_once,
-        "`.remote` returns at once, `ray.get` waits: which of them may stand in the loop?",
+        (
+            "`.remote` returns at once, `ray.get` waits: which of them may stand in the "
+            "loop?",
+            "First a list of references, one for each input; then one `ray.get` of it.",
+        ),
     ),
     "seconds for 20 tasks": Exercise(
         lambda answer: answer == 5,
-        "How many tasks with 2 CPUs run at once, and how many rounds does that make?",
+        (
+            "How many tasks with 2 CPUs run at once?",
+            "And how many rounds of so many tasks does it take for 20?",
+        ),
+        {
+            2.5: "That would be 8 tasks at once: each of them takes 2 CPUs.",
+            20: "That is one task after the other.",
+            10: "That would be 2 tasks at once: how many times do 2 CPUs go into 8?",
+        },
     ),
     "count after restart": Exercise(
         lambda answer: answer == 2,
-        "A restarted actor runs __init__ again.",
+        (
+            "Where was the 5: in the actor's process, or somewhere that outlives it?",
+            "A restarted actor runs __init__ again, and then the call.",
+        ),
+        {
+            7: "The 5 was in the memory of the process that died.",
+        },
     ),
     "tree sum": Exercise(
-        lambda tree_sum: all(
-            tree_sum(_Add, [(n, 0) for n in range(count)]) == (sum(range(count)), depth)
-            for count, depth in ((1, 0), (2, 1), (5, 3), (8, 3))
+        _adds_in_rounds,
+        (
+            "In each round add neighbours, two by two, until one reference is left.",
+            "Of an odd number, the last one waits for the next round.",
         ),
-        "In each round add neighbours, two by two, until one reference is left; of an "
-        "odd number, the last one waits for the next round.",
     ),
     "mean of ranks": Exercise(
         _is_mean_of_two_ranks,
-        "all_reduce leaves the sum on every rank, in the tensor itself: what makes a mean "
-        "of it, and what turns a tensor into a list?",
+        (
+            "all_reduce leaves the sum on every rank, in the tensor itself: what makes a "
+            "mean of it?",
+            "A tensor has a method that makes a list of it.",
+        ),
     ),
     # 02-ddp-pytorch-ray/02_ray_train_ddp.ipynb
     "workers that fit": Exercise(
         lambda answer: answer == 4,
-        "One worker has to fit one node: how many fit the first, how many the second?",
+        (
+            "One worker has to fit one node.",
+            "How many workers of 2 GPUs fit the first node, how many the second?",
+        ),
+        {8: "You forgot that each worker asks for two.", 2: "That is one node."},
     ),
     "epochs after failure": Exercise(
         lambda answer: answer == 3,
-        "The last checkpoint is that of the last finished epoch: what is not in it?",
+        (
+            "The last checkpoint is that of the last finished epoch: which one is it?",
+            "Of ten epochs, seven are in that checkpoint.",
+        ),
+        {
+            10: "They go on from the last checkpoint, not from the start.",
+            2: "The eighth epoch was not finished: it is trained again.",
+            7: "That is how many are in the checkpoint.",
+        },
     ),
     "your train_fn": Exercise(
         _fits_the_line,
-        "Both examples together give 3x + 1. Which of the three changes lets rank 0 learn "
-        "from the example of rank 1, and are your numbers those of the trained model?",
+        (
+            "Both examples together give 3x + 1. Which of the three changes lets rank 0 "
+            "learn from the example of rank 1?",
+            "Are your numbers those of the trained model, inside what prepare_model wraps?",
+        ),
     ),
     # 02-ddp-pytorch-ray/03_ray_data_streaming.ipynb
     "steps per worker": Exercise(
         lambda answer: answer == 1003 // 4 // 16,
-        "First the rows of one worker, all equal; then the whole batches in them.",
+        (
+            "How many rows does each worker get, if all get equally many?",
+            "And how many whole batches of 16 are in these?",
+        ),
+        {
+            16: "The last batch is not whole, and drop_last drops it.",
+            62: "You forgot that 4 workers share the rows.",
+            250: "Those are the rows of each worker.",
+        },
     ),
     "safe buffer": Exercise(
         lambda answer: answer == 128,
-        "At least two batches have to fit in.",
+        ("The rule counts in batches.", "At least two batches have to fit in."),
+        {64: "That is one batch: what would there be to shuffle it with?"},
     ),
     "label counts": Exercise(
         _counts_labels,
-        "np.bincount(labels, minlength=10) counts; a leading axis makes it one row.",
+        (
+            "np.bincount counts. How many numbers does it return for labels 0 to 3?",
+            "np.bincount(labels, minlength=10) counts; a leading axis makes it one row.",
+        ),
     ),
     "made once": Exercise(
         _looks_up_once,
-        "__init__ runs once per actor, and __call__ once per batch.",
+        (
+            "__init__ runs once per actor, and __call__ once per batch.",
+            "An array is indexed by an array: table[labels] looks all of them up.",
+        ),
     ),
     # 02-ddp-pytorch-ray/04_fault_tolerance.ipynb
     "steps trained twice": Exercise(
         lambda answer: answer == 16,
-        "From which step does the last checkpoint go on? Count from there to step 75.",
+        (
+            "After which steps of the epoch has it saved before step 75?",
+            "From which step does the last checkpoint go on? Count from there to step 75.",
+        ),
+        {
+            15: "Step 75 had begun, and is trained again too.",
+            76: "It saved within the epoch, too.",
+            46: "There was a later save than that after step 29.",
+        },
     ),
     "seconds between saves": Exercise(
         lambda answer: abs(answer - (2 * 2 * 36_000) ** 0.5) < 1,
-        "sqrt(2 * c * f), with both in seconds.",
+        (
+            "Both times have to be in one unit.",
+            "sqrt(2 * c * f), with both in seconds.",
+        ),
+        {
+            (2 * 2 * 10) ** 0.5: "10 is in hours, 2 in seconds.",
+            (2 * 2 * 600) ** 0.5: "10 hours are 600 minutes: how many seconds?",
+            (2 * 36_000) ** 0.5: "The formula has a 2 besides the 2 seconds.",
+        },
     ),
     "whole checkpoint": Exercise(
         _goes_on_exactly,
-        "Which objects, and which number, change from step to step?",
+        (
+            "Which objects, and which number, change from step to step?",
+            "The schedule has a state_dict, too; and what does unpack return?",
+        ),
     ),
     # 02-ddp-pytorch-ray/05_elastic_training.ipynb
     "elastic batch": Exercise(
-        lambda f: f([3, 2, 3], 32) == [96, 64, 96] and f([], 8) == [],
-        "The batch of one worker times the workers, for each epoch.",
+        cases((([3, 2, 3], 32), [96, 64, 96]), (([], 8), [])),
+        (
+            "Every worker takes batch_size images, in each epoch.",
+            "The batch of one worker times the workers, for each epoch.",
+        ),
     ),
     "seconds to spare": Exercise(
         lambda answer: answer == 30 - 5 - 4 - 15,
-        "The notice may come right after Ray asked, and be heard right after a step began.",
+        (
+            "At worst, when is the notice heard: right before Ray asks, or right after?",
+            "The notice may come right after Ray asked, and be heard right after a step "
+            "began.",
+        ),
+        {
+            11: "The notice may come right after Ray asked.",
+            10: "A step may have just begun when the notice is heard.",
+            15: "What has to happen between the notice and the saving?",
+        },
     ),
     "stop together": Exercise(
         _stops_together,
-        "Every rank needs the flags of all ranks, before any of them decides.",
+        (
+            "Every rank needs the flags of all ranks, before any of them decides.",
+            "Which collective, and which operation, brings a 1 to all ranks if one has it?",
+        ),
     ),
     # 02-ddp-pytorch-ray/06_more_than_one_machine.ipynb
     "workers on nodes": Exercise(
@@ -273,7 +390,11 @@ EXERCISES = {
                 {"working_dir": "/code", "env_vars": {"WORKSHOP_STORAGE": "/shared"}},
             )
         ),
-        "The section on code names one key, and its second cell the other.",
+        (
+            "Two keys: one is named in the section on code, the other is in its last cell "
+            "but one.",
+            "working_dir is a folder, and env_vars a dictionary.",
+        ),
     ),
     "all share": Exercise(
         _finds_the_other_folder,
