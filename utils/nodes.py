@@ -27,14 +27,14 @@ class Cluster(cluster_utils.Cluster):
             return super().add_node(*args, **kwargs)
 
 
-def start(count: int, workers: int = 1) -> Cluster:
+def start(count: int, workers: int = 1, head_cpus: int = 2) -> Cluster:
     """A head node for a driver, and `count` nodes with room for `workers` workers each.
 
-    A node counts as lost after five missed health checks. They come every half second
-    here, not every three.
+    The head's CPUs are for whatever asks for no `trainer`. A node counts as lost after
+    five missed health checks. They come every half second here, not every three.
     """
     quick, port = {"health_check_period_ms": 500}, free_port(8265)
-    head = {"num_cpus": 2, "_system_config": quick, "dashboard_port": port}
+    head = {"num_cpus": head_cpus, "_system_config": quick, "dashboard_port": port}
     # for Ray's processes: else some of them ask whatever Ray was last noted here
     os.environ["RAY_API_SERVER_ADDRESS"] = f"http://127.0.0.1:{port}"
     cluster = Cluster(initialize_head=True, head_node_args=head)
