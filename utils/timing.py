@@ -1,6 +1,6 @@
-"""How long a training step takes: computing, sending, and a price for every message.
+"""How long a training step takes: computing, sending, a price per message and per layer.
 
-A model of three constants (a `Machine`), to be fitted on one's own machine or read off data
+A model of four constants (a `Machine`), to be fitted on one's own machine or read off data
 sheets. It knows nothing of input pipelines, stragglers or memory.
 """
 
@@ -21,19 +21,27 @@ PARAMETERS, GPUS = (0.76e9, 65e9), (8, 512)
 
 
 class Work(NamedTuple):
-    """What one rank does in a step: FLOPs, bytes that it sends, messages (collectives)."""
+    """What one rank does in a step: FLOPs, bytes that it sends, messages, layers.
+
+    A message is a collective. Each layer has as many operations to start as another.
+    """
 
     flops: float
     sent: float
     messages: float
+    layers: float = 0
 
 
 class Machine(NamedTuple):
-    """What one rank gets: FLOPs per second, bytes per second, seconds per message."""
+    """What one rank gets: FLOPs and bytes per second, seconds per message and per layer.
+
+    A layer's operations take time to start, however small they are (`start`).
+    """
 
     flops: float
     bandwidth: float
     latency: float
+    start: float = 0
 
 
 class Seconds(NamedTuple):
@@ -66,7 +74,7 @@ def messages(strategy: str, layers: int) -> int:
 
 def predict(work: Work, machine: Machine) -> Seconds:
     """The bounds of a step. On CPUs, whose cores both compute and send, take `exposed`."""
-    computing = work.flops / machine.flops
+    computing = work.flops / machine.flops + work.layers * machine.start
     sending = work.sent / machine.bandwidth + work.messages * machine.latency
     return Seconds(max(computing, sending), computing + sending)
 
@@ -80,15 +88,15 @@ def fit(works: Sequence[Work], seconds: Sequence[float]) -> Machine:
     Raises:
         ValueError: there are fewer steps than constants.
     """
-    if len(works) < len(Machine._fields):
-        raise ValueError(f"{len(works)} steps cannot tell three constants apart.")
     costs = np.array(works, dtype=float) / np.array(seconds)[:, None]
     scale = costs.max(axis=0)  # FLOPs and messages are eleven digits apart
+    if len(works) < (constants := np.count_nonzero(scale)):
+        raise ValueError(f"{len(works)} steps cannot tell {constants} constants apart.")
     scale[scale == 0] = 1
     found, _ = nnls(costs / scale, np.ones(len(works)))
-    per_flop, per_byte, per_message = map(float, found / scale)
+    per_flop, per_byte, per_message, per_layer = map(float, found / scale)
     rates = (1 / each if each else float("inf") for each in (per_flop, per_byte))
-    return Machine(*rates, per_message)
+    return Machine(*rates, per_message, per_layer)
 
 
 def h100_cluster(gpus: int, utilisation: float = 0.4) -> Machine:

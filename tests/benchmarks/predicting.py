@@ -70,6 +70,7 @@ def work_of(layers: int, width: int, strategy: str) -> timing.Work:
         timing.training_flops(parameters, TEXTS * 64),
         comms.predict(strategy, 4 * parameters, 2),
         timing.messages(strategy, layers),
+        layers,
     )
 
 
