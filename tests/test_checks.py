@@ -294,7 +294,7 @@ NAMED = {
     "count after restart": [(7, "the process that died")],
     "tree sum": [
         (lambda add, refs: functools.reduce(add.remote, refs), "4 rounds and not 3"),
-        (lambda add, refs: functools.reduce(add.remote, refs[:5]), "up to 10"),
+        (lambda add, refs: functools.reduce(add.remote, refs[:2]), "up to 1"),
     ],
     "mean of ranks": [
         ([[2.0, 1.0], [2.0, 1.0]], "the sum"),
@@ -318,9 +318,9 @@ NAMED = {
     ],
     "steps trained twice": [(15, "Step 75"), (76, "within the epoch"), (46, "later")],
     "seconds between saves": [(40**0.5, "in hours"), (72_000**0.5, "besides")],
-    "seconds to spare": [(11, "right after"), (10, "a step"), (15, "between")],
+    "seconds to spare": [(11, "right after"), (10, "A step"), (15, "between")],
     "stop together": [
-        (lambda flag: flag, "Rank 2 asks in step 1"),
+        (lambda flag: flag, "another waits for it"),
         (lambda flag: True, "If no rank asks"),
     ],
     "elastic batch": [

@@ -13,7 +13,10 @@ LAPTOP = Machine(flops=4e10, bandwidth=1e9, latency=3e-4, start=2e-3)
 def works() -> list[Work]:
     return [
         Work(
-            timing.training_flops(p, t), 6 * p, timing.messages(strategy, layers), layers
+            timing.training_flops(p, t),
+            6 * p,
+            timing.messages(strategy, layers),
+            layers,
         )
         for p, t, layers in ((1e5, 512, 2), (4e5, 1024, 4), (2e6, 512, 8))
         for strategy in ("ddp", "fsdp2", "fsdp2-keep")

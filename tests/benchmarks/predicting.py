@@ -19,7 +19,7 @@ from utils.models import GPT, GPTConfig
 FIT = [(2, 64), (4, 64), (8, 64), (2, 128), (4, 128), (2, 256)]
 LARGER = [(16, 64), (8, 128), (4, 256)]
 STRATEGIES = ("ddp", "fsdp2", "fsdp2-keep")
-TEXTS, ROUNDS, BAR = 8, 8, 0.2
+TEXTS, ROUNDS, BAR = 8, 16, 0.2
 
 Key = tuple[int, int, str]  # layers, width, strategy
 
