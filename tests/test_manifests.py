@@ -35,7 +35,7 @@ KUBERNETES = "1.37"
 ANYSCALE = "anyscale==0.26.112"
 RAY_FILES = Path(importlib.util.find_spec("ray").origin).parent
 PAGES = sorted(CLUSTER.rglob("*.md"))
-FILES = sorted(path for path in CLUSTER.rglob("*") if path.is_file())
+FILES = sorted(p for p in CLUSTER.rglob("*") if p.is_file() and p.suffix != ".png")
 CLUSTERS = manifests.clusters()
 
 

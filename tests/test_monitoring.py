@@ -111,5 +111,5 @@ def test_every_target_answers_and_another_name_does_not(known):
 
 def test_the_page_asks_for_these_numbers():
     page = (produce.HERE / "README.md").read_text()
-    for name in ("cpu", "full", "spilled", "nodes"):
+    for name in produce.NUMBERS:
         assert f"`{produce.NUMBERS[name]}`" in page, name

@@ -6,6 +6,7 @@ Takes three minutes; needs `prometheus`. Writes trouble.png beside this file.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import subprocess
@@ -21,7 +22,8 @@ from pathlib import Path
 HERE = Path(__file__).parent
 LIST = "/tmp/ray/prom_metrics_service_discovery.json"  # Ray's, of a Ray as it comes
 NUMBERS = {
-    "state": "sum by (ray_train_controller_state) (ray_train_controller_state) > 0",
+    "state": "sum by (ray_train_run_name, ray_train_controller_state) "
+    "(last_over_time(ray_train_controller_state[1d])) > 0",
     "cpu": "sum by (instance) "
     '(ray_component_cpu_percentage{Component=~"ray::RayTrainWorker.*"})',
     "full": 'sum by (instance) (ray_object_store_memory{Location="MMAP_SHM"})'
@@ -79,19 +81,20 @@ def train(config):
 
 def trouble() -> dict[str, float]:
     """All four, one after the other; when each began, in seconds since 1970."""
+    from utils.cluster import start_ray  # isort: split
+
     import numpy as np
     import ray
-    from ray.cluster_utils import Cluster
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
     from utils import nodes
 
     small = {"num_cpus": 2, "object_store_memory": 400 * 2**20}
-    cluster = Cluster(initialize_head=True, head_node_args=small)
+    cluster = nodes.Cluster(initialize_head=True, head_node_args=small)
     trainers = [cluster.add_node(num_cpus=1, resources={"trainer": 1}) for _ in "12"]
-    ray.init(cluster.address, log_to_driver=False)
-    fit = TorchTrainer(
+    start_ray(2, nodes.WORKER, address=cluster.address, runtime_env={})
+    trainer = TorchTrainer(
         train,
         train_loop_config={"seconds": 300, "from": 20, "to": 40},
         scaling_config=ScalingConfig(num_workers=2, resources_per_worker=nodes.WORKER),
@@ -99,12 +102,17 @@ def trouble() -> dict[str, float]:
             storage_path=tempfile.mkdtemp(),
             failure_config=FailureConfig(max_failures=1),
         ),
-    ).fit
+    )
+
+    def fit() -> None:
+        with contextlib.suppress(Exception):  # it is ended in the middle
+            trainer.fit()
+
     began = {"start": time.time()}
     threading.Thread(target=fit, daemon=True).start()
     time.sleep(60)
     began["full"] = time.time()
-    kept = [ray.put(np.zeros(50 * 2**20, np.uint8)) for _ in range(7)]
+    kept = [ray.put(np.zeros(50 * 2**20, np.uint8)) for _ in range(6)]
     time.sleep(15)
     began["spilled"] = time.time()
     kept += [ray.put(np.zeros(50 * 2**20, np.uint8)) for _ in range(8)]
@@ -112,7 +120,9 @@ def trouble() -> dict[str, float]:
     began["nodes"] = time.time()
     cluster.remove_node(trainers[1], allow_graceful=False)
     time.sleep(45)
-    return began | {"end": time.time()}
+    began["end"] = time.time()
+    nodes.stop(cluster)
+    return began
 
 
 def draw(series: dict[str, list[dict]], began: dict[str, float], file: Path) -> None:
@@ -155,9 +165,13 @@ def main() -> None:
             name: ask(address, number, **times) for name, number in NUMBERS.items()
         }
     draw(series, began, HERE / "trouble.png")
-    for one in series["state"]:
-        moments = [float(at) - began["start"] for at, _ in one["values"]]
-        print(one["metric"], f"{moments[0]:.0f} to {moments[-1]:.0f} s")
+    moments = sorted(
+        (float(at) - began["start"], one["metric"]["ray_train_controller_state"])
+        for one in series["state"]
+        for at, _ in one["values"]
+    )
+    for state, group in itertools.groupby(moments, key=lambda moment: moment[1]):
+        print(f"{state} from {next(group)[0]:.0f} s on")
 
 
 if __name__ == "__main__":
