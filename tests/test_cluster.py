@@ -224,3 +224,29 @@ def test_a_ray_of_its_own_where_there_is_a_cluster():
     assert "When connecting to an existing cluster, resources must not" in refused
     assert there == f"1.0 {float(max(os.cpu_count(), 4))}"
     assert "has room for 0" in checked
+
+
+JOINS = """
+import os, subprocess, sys
+from utils.cluster import ON_NETWORK, start_ray
+import ray
+start_ray(1, address="local")
+address = ray.get_runtime_context().gcs_address
+ours = "from utils.cluster import start_ray; start_ray(1)"
+ways = [("auto", ours, {}), (address, ours, {})]
+ways += [(address, "import ray; ray.init()", {ON_NETWORK: "0"})]
+for asked, joins, variables in ways:
+    program = joins + "; import ray; print(ray.get_runtime_context().gcs_address)"
+    environment = os.environ | {"RAY_ADDRESS": asked} | variables
+    joined = subprocess.check_output([sys.executable, "-c", program], env=environment)
+    print(joined.split()[-1].decode() == address)
+print(address)
+"""
+
+
+@pytest.mark.slow
+def test_a_ray_at_127_0_0_1_is_joined_as_the_readme_says():
+    done = run(JOINS, RAY_ADDRESS="local")
+    assert done.returncode == 0, done.stderr
+    _, *joined, address = done.stdout.splitlines()
+    assert address.startswith("127.0.0.1:") and joined == ["True"] * 3
