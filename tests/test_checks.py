@@ -313,7 +313,7 @@ NAMED = {
         (lambda batch: {"counts": np.bincount(batch["label"])[None]}, "is [1, 4]"),
     ],
     "made once": [
-        (MakesItAgain, "there is no table yet"),
+        (MakesItAgain, "is made 3 times"),
         (MakesItTwice, "is made 4 times"),
     ],
     "steps trained twice": [(15, "Step 75"), (76, "within the epoch"), (46, "later")],

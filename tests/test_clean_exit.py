@@ -7,13 +7,13 @@ imported torch, and train a small model on a few images.
 """
 
 import os
-import socket
 import subprocess
 import sys
 
 import pytest
 
 from tests import scripts
+from utils.processes import free_port
 
 pytestmark = pytest.mark.part01
 
@@ -50,19 +50,10 @@ for port in ports:
 """
 
 
-def free_ports(count: int) -> list[str]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [str(each.getsockname()[1]) for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
-
-
 def exit_codes(launches: int) -> list[str]:
+    ports = [str(free_port()) for _ in range(launches)]
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *free_ports(launches)],
+        [sys.executable, "-c", PROGRAM, *ports],
         cwd=scripts.ROOT,
         env=os.environ | {"PYTHONPATH": str(scripts.ROOT)},
         capture_output=True,

@@ -4,7 +4,6 @@ import ast
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from tests import notebooks
 from tests.notebooks.__main__ import tour
 from tests.notebooks.execution import record
 from tests.notebooks.navigation import navigation
+from utils.processes import free_port
 
 README = notebooks.ROOT / "README.md"
 RUNS = "pytest.mark.runs"
@@ -103,10 +103,8 @@ def test_what_a_test_says_to_run_is_there(command):
 def test_lab_serves_the_first_notebook():
     if Path(sys.prefix) != notebooks.ROOT / ".venv":
         pytest.skip("make lab needs the .venv of this repository")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = ["make", "lab", f"LAB_ARGS=--no-browser --ServerApp.port={port}"]
+    port = f"--ServerApp.port={free_port()}"
+    command = ["make", "lab", f"LAB_ARGS=--no-browser {port}"]
     job = subprocess.Popen(
         command,
         cwd=notebooks.ROOT,

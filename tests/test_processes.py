@@ -40,7 +40,15 @@ def test_a_free_port_is_the_next_one_that_nobody_listens_on():
         taken.bind(("127.0.0.1", 0))
         first = taken.getsockname()[1]
         assert first < processes.free_port(first) < first + 1000
-    assert processes.free_port() > 0
+
+
+def test_a_port_that_is_free_is_not_given_to_a_connection_before_it_is_used():
+    """Nor to another process of ours: one test in two thousand failed for that."""
+    found = {processes.free_port() for _ in range(50)}
+    assert len(found) > 40
+    settings = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    if settings.exists():
+        assert max(found) < int(settings.read_text().split()[0])
 
 
 # Of thousands, where glibc gives a freed block of 40 MiB back: it does so by itself.

@@ -41,23 +41,17 @@ import ray, ray.train
 from ray.train.torch import TorchTrainer
 from utils import nodes
 
-class Held:
-    def __enter__(self):
-        {start}
-    def __exit__(self, *_):
-        {stop}
-
-with Held():
-    ray.get([ray.remote(lambda: 1).remote() for _ in range(2)])
-    scaling = ray.train.ScalingConfig(num_workers=2)
-    TorchTrainer(hold, train_loop_config=sys.argv[1], scaling_config=scaling).fit()
+{start}
+scaling = ray.train.ScalingConfig(num_workers=2)
+TorchTrainer(hold, train_loop_config=sys.argv[1], scaling_config=scaling).fit()
+{stop}
 """
 PROGRAMS = {
     "fit": IN_RAY.format(start="start_ray(2, address='local')", stop="ray.shutdown()"),
     "fit on nodes": IN_RAY.format(
-        start="self.all = nodes.start(2); "
-        "start_ray(2, nodes.WORKER, address=self.all.address, runtime_env={})",
-        stop="nodes.stop(self.all)",
+        start="cluster = nodes.start(2)\n"
+        "start_ray(2, nodes.WORKER, address=cluster.address, runtime_env={})",
+        stop="nodes.stop(cluster)",
     ),
     "run_ranks": "from utils.launch import run_ranks\nrun_ranks(hold, 2, sys.argv[1])",
     "torchrun": "hold(sys.argv[1])",

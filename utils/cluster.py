@@ -89,6 +89,12 @@ def start_ray(
     preflight.check_fits(num_workers, resources_per_worker)
 
 
+def _python() -> dict[str, str]:
+    """A runtime environment for a Python whose path has a space: Ray does not quote it."""
+    quoted = shlex.quote(sys.executable)
+    return {"py_executable": quoted} if quoted != sys.executable else {}
+
+
 def _for_other_nodes() -> dict:
     """What other nodes do not have: this folder, and what says how and where to run.
 
@@ -114,8 +120,9 @@ def another_driver(function: Callable, *args) -> subprocess.Popen:
     What it prints and returns is lost. It ends with the function, or when it is killed.
     """
     program = (
-        "import pickle, sys, ray; ray.init(); "
-        "function, args = pickle.load(sys.stdin.buffer); function(*args)"
+        "import pickle, sys, ray; "
+        "runtime_env, function, args = pickle.load(sys.stdin.buffer); "
+        "ray.init(runtime_env=runtime_env); function(*args)"
     )
     address = ray.get_runtime_context().gcs_address
     alone = {ON_NETWORK: "0"} if address.startswith("127.") else {}
@@ -127,7 +134,7 @@ def another_driver(function: Callable, *args) -> subprocess.Popen:
         stderr=subprocess.DEVNULL,
     )
     with driver.stdin as pipe:
-        pipe.write(cloudpickle.dumps((function, args)))
+        pipe.write(cloudpickle.dumps((_python(), function, args)))
     return driver
 
 
@@ -157,7 +164,7 @@ def _is_on_loopback(address: str) -> bool:
     if address == "auto":
         address = get_ray_address_from_environment("auto", None) or ""
     host, _, port = address.partition(":")
-    if not host.startswith("127."):
+    if not host.startswith("127.") and host != "localhost":
         return False
     try:
         socket.create_connection((ray.util.get_node_ip_address(), port), 1).close()
@@ -173,9 +180,6 @@ def _connect(num_cpus: int, address: str | None, options: dict) -> str:
     address = address or os.environ.get("RAY_ADDRESS")
     address = address or ("auto" if preflight.is_autoscaling() else "local")
     runtime_env = {}
-    if (quoted := shlex.quote(sys.executable)) != sys.executable:
-        # Ray puts this path into a shell command as it is: a space in it needs quotes
-        runtime_env["py_executable"] = quoted
     if address != "local":
         runtime_env |= _for_other_nodes()
     defaults = {
@@ -190,6 +194,7 @@ def _connect(num_cpus: int, address: str | None, options: dict) -> str:
         defaults["include_dashboard"] = True
         defaults["dashboard_port"] = free_port(8265)  # Ray's own, or the next
     options = defaults | options
+    options["runtime_env"] = _python() | options["runtime_env"]
     if address == "local":
         # For this process and those of Ray. Else ray.util.state asks whatever Ray was last
         # noted on this machine: if that one is gone, the end of each fit waits 12 s for it.

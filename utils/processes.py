@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import secrets
 import socket
 import sys
 import warnings
@@ -93,11 +94,15 @@ def keep_freed_memory() -> None:
 def free_port(first: int = 0) -> int:
     """A port of 127.0.0.1 that nobody listens on: any, or the next one from `first` on.
 
+    Below those that the kernel gives to connections: one of them could be gone before the
+    caller listens on it. Two who ask at once start looking at different places.
+
     Raises:
         OSError: all of a thousand ports from `first` on are in use.
     """
-    for port in range(first, first + 1000) if first else [0]:
+    first = first or 20000 + secrets.randbelow(9000)  # no seed makes two of them equal
+    for port in range(first, first + 1000):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
-            return probe.getsockname()[1]
+            return port
     raise OSError(f"All ports from {first} to {first + 999} are in use: free one.")

@@ -202,10 +202,6 @@ def _looks_up_once(lookup) -> bool | str:
         return np.arange(10) ** 2
 
     worker = lookup(make_table)
-    if not made:
-        return (
-            "Once it is made, there is no table yet: the first batch would wait for it."
-        )
     results = [worker({"label": np.array([3, 0])})["square"] for _ in range(3)]
     if len(made) > 1:
         return f"For 3 batches, the table is made {len(made)} times."
@@ -240,9 +236,7 @@ EXERCISES = {
             "Where was the 5: in the actor's process, or somewhere that outlives it?",
             "A restarted actor runs __init__ again, and then the call.",
         ),
-        {
-            7: "The 5 was in the memory of the process that died.",
-        },
+        {7: "The 5 was in the memory of the process that died."},
     ),
     "tree sum": Exercise(
         _adds_in_rounds,
@@ -397,8 +391,7 @@ EXERCISES = {
             )
         ),
         (
-            "Two keys: one is named in the section on code, the other is in its last cell "
-            "but one.",
+            "`shipped`, in the section on code, has both keys.",
             "working_dir is a folder, and env_vars a dictionary.",
         ),
     ),
