@@ -64,7 +64,7 @@ def sources():
     """Every script and every cell of code, with the file that it is of."""
     for path in (*ROOT.glob("*.py"), *ROOT.glob("utils/**/*.py")):
         yield path, path.read_text()
-    for path in (*ROOT.glob("tests/**/*.py"), *ROOT.glob("0*/*.py")):
+    for path in (*ROOT.glob("tests/**/*.py"), *ROOT.glob("0*/**/*.py")):
         yield path, path.read_text()
     for path in all_notebooks():
         for cell in nbformat.read(path, as_version=4).cells:
