@@ -22,7 +22,7 @@ def rows() -> list[Row]:
     in_thread, said_thread = compare(plain, thread)
     for partner in partners:
         partner.end()
-        partner.started.wait()
+        partner.started.wait(timeout=60)
     return [
         Row.of_ratio(
             14,
