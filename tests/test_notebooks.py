@@ -1,12 +1,15 @@
 """The notebooks keep to the design, and comparing their outputs bites."""
 
 import ast
+import itertools
 import json
 import re
 import statistics
 import subprocess
 import sys
 import textwrap
+from functools import cache
+from pathlib import Path
 
 import nbformat
 import psutil
@@ -19,6 +22,12 @@ from tests.notebooks.navigation import navigation
 from utils.show import function_source
 
 ALL = notebooks.all_notebooks()
+LESSONS = [path for path in ALL if path.stem != "solutions"]
+PAGES = [
+    path
+    for pattern in ("*.md", "0*/**/*.md", "tests/**/*.md", "utils/**/*.md")
+    for path in sorted(notebooks.ROOT.glob(pattern))
+]
 MOST_NOT_COMPARED = 8  # cells of a notebook
 FORBIDDEN_OUTPUT = {
     "a path of this machine": r"/(?:root|home|Users|tmp|work)/",
@@ -37,7 +46,11 @@ FORBIDDEN_SOURCE = {
 }
 
 
-@pytest.fixture(params=ALL, ids=[str(p.relative_to(notebooks.ROOT)) for p in ALL])
+def name(path: Path) -> str:
+    return str(path.relative_to(notebooks.ROOT))
+
+
+@pytest.fixture(params=ALL, ids=name)
 def notebook(request):
     node = nbformat.read(request.param, as_version=4)
     node.path = request.param
@@ -71,11 +84,61 @@ def test_code_is_explained(notebook):
     code = len(code_cells(notebook))
     text = sum(cell.cell_type == "markdown" for cell in notebook.cells)
     assert text >= 0.5 * code
+    kinds = [cell.cell_type for cell in notebook.cells]
+    runs = itertools.groupby(kinds)
+    assert max(len([*cells]) for kind, cells in runs if kind == "code") <= 2
 
 
-def test_a_lesson_is_neither_a_note_nor_a_book(notebook):
-    if notebook.path.stem != "solutions":
-        assert 40 <= len(notebook.cells) <= 70
+@pytest.mark.parametrize("path", LESSONS, ids=name)
+def test_a_lesson_is_neither_a_note_nor_a_book(path):
+    assert 40 <= len(nbformat.read(path, as_version=4).cells) <= 70
+
+
+@pytest.mark.parametrize("path", LESSONS, ids=name)
+def test_a_lesson_has_a_diagram_and_a_picture_of_what_it_measured(path):
+    cells = nbformat.read(path, as_version=4).cells
+    assert any("```mermaid" in c.source for c in cells if c.cell_type == "markdown")
+    outputs = [output for cell in cells for output in cell.get("outputs", [])]
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+
+
+def minutes_to_read(cells) -> float:
+    """At 200 words of text and 10 lines of code a minute."""
+    words = sum(len(c.source.split()) for c in cells if c.cell_type == "markdown")
+    code = sum(len(lines(cell)) for cell in cells if cell.cell_type == "code")
+    return words / 200 + code / 10
+
+
+HOURS = {"half an hour": 30, "three quarters of an hour": 45, "an hour": 60}
+
+
+def minutes_said(text: str) -> int:
+    """The minutes in "3 minutes to run on two cores, half an hour to read"."""
+    said = re.search(r", (?:about )?([\w ]+) to read\b", text)[1]
+    return HOURS[said] if said in HOURS else int(said.removesuffix(" minutes"))
+
+
+@pytest.mark.parametrize(
+    ("said", "minutes"),
+    [
+        ("a minute to run, 35 minutes to read and play.", 35),
+        ("2 minutes to run on two cores, half an hour to read.", 30),
+        ("a minute to run, about three quarters of an hour to read", 45),
+    ],
+)
+def test_minutes_are_understood(said, minutes):
+    assert minutes_said(f"**Time:** {said}") == minutes
+
+
+@pytest.mark.parametrize("path", LESSONS, ids=name)
+def test_a_lesson_says_how_long_it_takes_to_read(path):
+    """Near to what its words and lines take, and in the folder's README too."""
+    cells = nbformat.read(path, as_version=4).cells
+    said = minutes_said(cells[0].source)
+    assert said == pytest.approx(minutes_to_read(cells), rel=0.15)
+    readme = (path.parent / "README.md").read_text()
+    row = re.search(rf"\({path.name}\) \|.*\| (\d+) minutes \|$", readme, re.M)
+    assert abs(int(row[1]) - said) <= 5  # one of them may be rounded
 
 
 def test_most_outputs_are_compared(notebook):
@@ -132,6 +195,56 @@ def test_links_are_rendered(notebook):
         if cell.cell_type == "markdown":
             page = markdown2html(cell.source)
             assert "](" not in re.sub(r"<code.*?</code>", "", page, flags=re.DOTALL)
+
+
+def texts(path: Path) -> str:
+    """What a page, or the cells of a notebook, say; without what is quoted as code."""
+    text = path.read_text()
+    if path.suffix == ".ipynb":
+        cells = nbformat.read(path, as_version=4).cells
+        text = "\n\n".join(c.source for c in cells if c.cell_type == "markdown")
+    return re.sub(r"^```.*?^```|`[^`\n]*`", "", text, flags=re.M | re.S)
+
+
+@cache
+def anchors(path: Path) -> set[str]:
+    """What may stand behind `#` in a link to a page, as GitHub names its headings."""
+    text = path.read_text()
+    if path.suffix == ".ipynb":
+        text = "\n".join(
+            cell.source for cell in nbformat.read(path, as_version=4).cells
+        )
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    words = [re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings]
+    return {each.strip().replace(" ", "-") for each in words}
+
+
+def dead_links(path: Path) -> list[str]:
+    """Links of a page or notebook to a file, or to a heading, that is not there."""
+    dead = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", texts(path)):
+        if re.match(r"[a-z]+:", link):  # another site
+            continue
+        file, _, anchor = link.partition("#")
+        target = (path.parent / file).resolve() if file else path
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            dead.append(link)
+    return dead
+
+
+@pytest.mark.parametrize("path", ALL + PAGES, ids=name)
+def test_what_is_linked_to_is_there(path):
+    assert dead_links(path) == []
+
+
+def test_a_dead_link_is_seen(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# What is *here*?\n[a](#what-is-here) [b](#gone) [c](page.md#what-is-here) "
+        "[d](gone.md) [e](page.md#gone) [f](https://g.org/h#i) `[j](k)`\n"
+        "```\n[l](m)\n```\n"
+    )
+    assert dead_links(page) == ["#gone", "gone.md", "page.md#gone"]
 
 
 def test_notebook_proves_something(notebook):
