@@ -165,6 +165,38 @@ def test_github_understands_it(tools, schema, path, tmp_path):
 
 
 @pytest.mark.weekly
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+@pytest.mark.parametrize("python", ["3.10", "3.12", "3.13"])
+def test_every_pin_has_a_wheel_for_other_pythons(tools, python, machine, tmp_path):
+    """But not for 3.10, which shows that wheels are looked for; nothing is downloaded."""
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    wanted = [line for line in lines if not line.startswith("-")]
+    (tmp_path / "wanted.txt").write_text("\n".join(wanted))
+    command = [tools / "uv", "pip", "compile", "--quiet", "wanted.txt"]
+    command += [
+        "--constraint",
+        ROOT / "constraints.txt",
+        "--no-annotate",
+        "--no-header",
+    ]
+    command += ["--only-binary", ":all:", "--no-binary", "deepspeed"]  # it has none
+    command += ["--python-version", python]
+    command += ["--python-platform", f"{machine}-manylinux_2_28"]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    if python == "3.10":
+        assert done.returncode == 1 and "no wheels with a matching" in done.stderr
+        return
+    assert done.returncode == 0, done.stderr
+    pins = (ROOT / "constraints.txt").read_text()
+    found = re.findall(r"^([\w.-]+)==(\S+)$", done.stdout, re.MULTILINE)
+    assert len(found) > 100
+    for name, version in found:
+        assert re.search(rf"^{name}=={version}\b", pins, re.MULTILINE), name
+
+
+@pytest.mark.weekly
 def test_constraints_are_what_uv_resolves(tools, tmp_path):
     """By the command of CONTRIBUTING.md: nothing is missing or left over, for no Python."""
     (command,) = re.findall(r"^grep .+ uv pip compile .+$", CONTRIBUTING, re.MULTILINE)

@@ -5,6 +5,7 @@ that the real ones would make; nothing is installed.
 """
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -310,3 +311,60 @@ def test_clean_removes_what_was_made_and_nothing_else(clone):
     before = {*FILES, "notes.txt"}
     assert clone.make("clean")[0] == 0
     assert {path.name for path in clone.folder.iterdir()} == before
+
+
+@pytest.mark.weekly
+def test_what_was_collected_before_installs_without_a_network(tmp_path):
+    """As the README says it, with the real pip, and a few of the packages."""
+    readme = (ROOT / "README.md").read_text()
+    (paragraph,) = re.findall(r"^\*\*Without a network\.\*\*.*$", readme, re.MULTILINE)
+    quoted = re.findall(r"`([^`]+)`", paragraph)
+    collect, install = [command for command in quoted if " " in command]
+    folder = tmp_path / "my clone"
+    folder.mkdir()
+    for name in FILES:
+        shutil.copy(ROOT / name, folder)
+    shutil.copytree(ROOT / "utils", folder / "utils")
+    few = r"^(-.*|(?:ipykernel|pyyaml|tqdm)==\S+).*$"
+    lines = re.findall(few, (ROOT / "requirements.txt").read_text(), re.MULTILINE)
+    assert len(lines) == 5
+    (folder / "requirements.txt").write_text("\n".join(lines) + "\n")
+
+    python = tmp_path / "python"
+    subprocess.run([sys.executable, "-m", "venv", python], check=True, timeout=120)
+    places = os.environ["PATH"].split(os.pathsep)
+    places = [place for place in places if not os.path.exists(f"{place}/uv")]
+    path = os.pathsep.join([str(python / "bin"), *places])
+
+    def run(command: str, **environment) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            command,
+            shell=True,
+            cwd=folder,
+            env=os.environ | {"PATH": path} | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=300,
+        )
+
+    collected = run(collect)
+    assert collected.returncode == 0, collected.stdout
+    nowhere = "http://127.0.0.1:9"
+    alone = {
+        "PIP_CONFIG_FILE": os.devnull,
+        "http_proxy": nowhere,
+        "https_proxy": nowhere,
+    }
+    (wheel,) = folder.glob("wheels/tqdm-*.whl")
+    wheel.rename(folder / wheel.name)
+    failed = run(install, **alone)
+    assert failed.returncode != 0 and "tqdm" in failed.stdout
+    assert "The packages could not be installed" in failed.stdout
+
+    (folder / wheel.name).rename(wheel)
+    installed = run(install, **alone)
+    assert installed.returncode == 0, installed.stdout
+    assert (
+        run(".venv/bin/python -c 'import utils, ipykernel, tqdm, yaml'").returncode == 0
+    )
