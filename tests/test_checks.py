@@ -411,8 +411,18 @@ NAMED = {
             lambda layers, tokens, width, n: (
                 2 * layers * 2 * (n - 1) / n * tokens * width * 2
             ),
-            "0.5 times what is sent",
-        )
+            "0.5 times what is sent. The backward pass has two as well",
+        ),
+        (
+            lambda layers, tokens, width, n: 8 * layers * (n - 1) / n * tokens * width,
+            "0.5 times what is sent. The backward pass",
+        ),
+        (
+            lambda layers, tokens, width, n: (
+                4 * layers * 2 * (n - 1) / n * tokens * width * 4
+            ),
+            "Activations are in bf16",
+        ),
     ],
     "two nodes of four": [
         (the_wrong_way_round, "holds 1/2"),
@@ -432,8 +442,12 @@ NAMED = {
     "smallest": [
         (
             lambda parameters, budget: -(-16 * parameters // budget),
-            "Called with (7000000000.0, 8000000000.0), it returns 14.0",
-        )
+            "it returns 14.0, which is no power of two: it should be 16.",
+        ),
+        (
+            lambda parameters, budget: 16,
+            "(7e+09, 8e+10), it returns 16: it should be 2.",
+        ),
     ],
 }
 

@@ -6,6 +6,7 @@ from utils.cluster import start_ray
 
 import pytest
 import ray
+import torch
 
 from utils import preflight
 
@@ -74,6 +75,9 @@ def test_gpus_are_judged_from_the_cluster(monkeypatch, mode, gpus, grows, expect
     monkeypatch.setattr(preflight.ray, "cluster_resources", lambda: {"GPU": gpus})
     assert preflight.use_gpu() == expected
     assert ("GPU" in preflight.default_resources()) == expected
+    for here in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda here=here: here)
+        assert preflight.gpus_are_elsewhere() == (expected and not here)
 
 
 def test_a_cluster_that_grows_is_not_checked(monkeypatch):

@@ -65,8 +65,14 @@ def test_a_hop_takes_what_the_source_measured():
         )
 
 
-@pytest.mark.parametrize("case", [(0.1e9, 8), (7e9, 4), (70e9, 64), (7e9, 1024)])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *((0.1e9, 8, 4096), (7e9, 4, 4096), (70e9, 64, 4096), (7e9, 1024, 4096)),
+        *((7e9, 8, 1024), (7e9, 8, 65536)),
+    ],
+)
 def test_what_was_not_checked_is_refused(case):
-    timing.check_range(7e9, 8)
+    timing.check_range(7e9, 8, 49152)
     with pytest.raises(ValueError, match="measure a step instead"):
         timing.check_range(*case)

@@ -129,6 +129,11 @@ def use_gpu() -> bool:
     return grows() or ray.cluster_resources().get("GPU", 0) > 0
 
 
+def gpus_are_elsewhere() -> bool:
+    """Whether workers get GPUs and this process has none, as on a head without one."""
+    return use_gpu() and settings.device().type == "cpu"
+
+
 def default_resources() -> dict[str, float]:
     """What Ray Train's workers ask for unless told otherwise: a GPU and no CPU, or a CPU.
 

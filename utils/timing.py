@@ -17,7 +17,7 @@ PEAK_FLOPS = {"A100-": 312e12, "A100 ": 312e12, "H100 PCIe": 756e12, "H100 NVL":
 PEAK_FLOPS |= {"H100": 989e12, "H200 NVL": 835e12, "H200": 989e12, "A10G": 70e12}
 PEAK_FLOPS |= {"L40S": 362e12, "L40": 181e12, "L4": 121e12}
 # What the published runs of notebook 03/05 cover; `check_range` refuses what is outside.
-PARAMETERS, GPUS = (0.76e9, 65e9), (8, 512)
+PARAMETERS, GPUS, TOKENS = (0.76e9, 65e9), (8, 512), (4096, 49152)
 
 
 class Work(NamedTuple):
@@ -117,16 +117,20 @@ def h100_cluster(gpus: int, utilisation: float = 0.4) -> Machine:
     return Machine(utilisation * PEAK_FLOPS["H100"], bandwidth, (gpus - 1) * hop)
 
 
-def check_range(parameters: float, gpus: int) -> None:
+def check_range(parameters: float, gpus: int, tokens: float) -> None:
     """Whether runs of this size were among those that the model was checked against.
+
+    `tokens` are those of one GPU in one pass. Each of the three counts by itself.
 
     Raises:
         ValueError: they were not; says which were.
     """
-    inside = PARAMETERS[0] <= parameters <= PARAMETERS[1] and GPUS[0] <= gpus <= GPUS[1]
-    if not inside:
+    given = ((parameters, PARAMETERS), (gpus, GPUS), (tokens, TOKENS))
+    if not all(low <= each <= high for each, (low, high) in given):
         raise ValueError(
-            f"{parameters / 1e9:g} billion parameters on {gpus} GPUs are outside of what "
-            f"was checked ({PARAMETERS[0] / 1e9:g} to {PARAMETERS[1] / 1e9:g} billion on "
-            f"{GPUS[0]} to {GPUS[1]} GPUs): measure a step instead."
+            f"{parameters / 1e9:g} billion parameters on {gpus} GPUs with {tokens:,} "
+            "tokens each are outside of what was checked "
+            f"({PARAMETERS[0] / 1e9:g} to {PARAMETERS[1] / 1e9:g} billion on {GPUS[0]} to "
+            f"{GPUS[1]} GPUs with {TOKENS[0]:,} to {TOKENS[1]:,} tokens): measure a step "
+            "instead."
         )

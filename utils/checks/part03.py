@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable
 
 from utils.checks import ranks03
-from utils.checks.exercise import Exercise, cases
+from utils.checks.exercise import Exercise
 
 # Modules that import torch are imported where they are used: other parts do without.
 WRONG_ROWS = {
@@ -15,6 +15,11 @@ WRONG_ROWS = {
 WRONG_ROWS |= dict.fromkeys(
     ("zero1", "zero2", "zero3"), "That row is DeepSpeed's, and the code is PyTorch's."
 )
+WRONG_TRAFFIC = {  # by how many times the right number it is
+    "0.5": "The backward pass has two as well, and an all-reduce is two trips.",
+    "0.25": "Count the backward pass, and two trips for each all-reduce.",
+    "2": "Activations are in bf16 here, not in float32.",
+}
 # What ds_config.json leaves to DeepSpeed's defaults, at stage 2; with a small bucket.
 STAGE_2 = {
     "train_micro_batch_size_per_gpu": 2,
@@ -182,8 +187,22 @@ def _sends_in_tensor_parallel(answer) -> bool | str:
         expected = 4 * layers * 2 * (n - 1) / n * tokens * width * 2
         got = answer(layers, tokens, width, n)
         if abs(got - expected) > 1e-6:
+            ratio = f"{got / expected:.3g}"
             said = f"Called with ({layers}, {tokens}, {width}, {n}), it returns {got:g}"
-            return f"{said}, which is {got / expected:.3g} times what is sent."
+            said = f"{said}, which is {ratio} times what is sent."
+            return f"{said} {WRONG_TRAFFIC.get(ratio, '')}".strip()
+    return True
+
+
+def _is_smallest(answer) -> bool | str:
+    cases = ((7e9, 80e9, 2), (7e9, 56e9, 2), (7e9, 8e9, 16), (1e9, 16e9, 1))
+    for parameters, budget, expected in cases:
+        got = answer(parameters, budget)
+        if got != expected:
+            called = f"Called with ({parameters:g}, {budget:g}), it returns {got!r}"
+            is_power = got in [2**n for n in range(20)]
+            said = "" if is_power else ", which is no power of two"
+            return f"{called}{said}: it should be {expected}."
     return True
 
 
@@ -339,7 +358,7 @@ EXERCISES = {
         _sends_as_ddp_and_holds_half,
         (
             "What makes it gather a second time?",
-            "What was gathered can stay for the backward pass: reshard_after_forward.",
+            "fully_shard has an option for when gathered weights are freed: read its page.",
         ),
     ),
     "traffic ratio": Exercise(
@@ -355,7 +374,7 @@ EXERCISES = {
         },
     ),
     "smallest": Exercise(
-        cases(((7e9, 80e9), 2), ((7e9, 56e9), 2), ((7e9, 8e9), 16), ((1e9, 16e9), 1)),
+        _is_smallest,
         (
             "How many bytes of state has a parameter at stage 3 on N GPUs?",
             "Try 1, 2, 4, ... until it fits.",
