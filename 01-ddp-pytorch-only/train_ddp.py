@@ -2,9 +2,8 @@
 
     torchrun --nproc_per_node=4 train_ddp.py --epochs 3
 
-Runs on GPUs where there are any, else on CPUs. With `--checkpoint-dir` and
-`torchrun --max-restarts=1`, a job whose worker dies goes on from its last epoch. (On one
-node, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for that: PyTorch issue 135712.)
+Runs on GPUs where there are any, else on CPUs. With `--checkpoint-dir` and torchrun's
+`--max-restarts=1`, a job whose worker dies goes on from its last epoch (see the README).
 """
 
 import gc
@@ -12,20 +11,15 @@ import time
 
 import torch
 import torch.distributed as dist
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, Subset
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, Subset
 
-from utils import command_line, datasets, settings
-from utils.models import resnet18
+from utils import command_line, datasets, models, settings
 
 
 def set_up():
     """Join the process group; returns the device of this rank."""
-    device = settings.device()
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device = settings.set_device()  # this rank's own GPU, or the CPU
     # reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which torchrun has set
     dist.init_process_group(settings.backend())
     return device
@@ -42,7 +36,7 @@ def load_data(dataset, batch_size):
 def build(in_channels, lr, device):
     """The model, the same one wrapped with DDP, and its optimizer."""
     torch.manual_seed(0)
-    model = resnet18(in_channels=in_channels).to(device)
+    model = models.resnet18(in_channels=in_channels).to(device)
     wrapped = DDP(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=lr, fused=True)
     return model, wrapped, optimizer
@@ -53,26 +47,21 @@ def train(args, device):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     train_loader, test_set = load_data(args.dataset, args.batch_size)
     model, wrapped, optimizer = build(test_set[0][0].shape[0], args.lr, device)
-    first_epoch = load_checkpoint(args.checkpoint, model, optimizer)
     if rank == 0:
-        print(
-            f"{world_size} workers on {device.type}, batch {args.batch_size} each and "
-            f"{args.batch_size * world_size} global, {len(train_loader)} steps per epoch"
-        )
-    for epoch in range(first_epoch, args.epochs):
+        batch = f"{args.batch_size} each and {args.batch_size * world_size} global"
+        said = f"{world_size} workers on {device.type}, batch {batch}"
+        print(f"{said}, {len(train_loader)} steps per epoch")
+    for epoch in range(load_checkpoint(args.checkpoint, model, optimizer), args.epochs):
         start = time.perf_counter()
         train_loader.sampler.set_epoch(epoch)  # another order in every epoch
         loss = train_epoch(wrapped, optimizer, train_loader, device)
         accuracy = evaluate(model, test_set, rank, world_size, device)
         if rank == 0:
-            print(
-                f"epoch {epoch + 1}/{args.epochs}: loss {loss:.3f}, test accuracy "
-                f"{accuracy:.1%}, {time.perf_counter() - start:.1f} s",
-                flush=True,
-            )
+            seconds = time.perf_counter() - start
+            said = f"loss {loss:.3f}, test accuracy {accuracy:.1%}, {seconds:.1f} s"
+            print(f"epoch {epoch + 1}/{args.epochs}: {said}", flush=True)
         if rank == 0 and args.checkpoint:
-            metrics = {"epoch": epoch, "accuracy": accuracy}
-            save_checkpoint(args.checkpoint, model, optimizer, metrics)
+            save_checkpoint(args.checkpoint, model, optimizer, epoch, accuracy)
 
 
 def train_epoch(model, optimizer, train_loader, device):
@@ -88,7 +77,7 @@ def train_epoch(model, optimizer, train_loader, device):
 
 def train_step(model, optimizer, images, labels):
     """One step on this rank's share of the batch; returns the loss of that share."""
-    loss = F.cross_entropy(model(images), labels)
+    loss = torch.nn.functional.cross_entropy(model(images), labels)
     optimizer.zero_grad()
     loss.backward()  # DDP averages the gradients over all ranks in here
     optimizer.step()
@@ -100,20 +89,19 @@ def evaluate(model, test_set, rank, world_size, device):
     """Accuracy over all test images, each counted once, the same on every rank."""
     model.eval()
     mine = Subset(test_set, range(rank, len(test_set), world_size))  # nothing padded
-    counts = torch.zeros(2, device=device)  # correct, all
+    correct = torch.zeros((), device=device)
     for images, labels in DataLoader(mine, batch_size=256):
-        correct = model(images.to(device)).argmax(dim=1) == labels.to(device)
-        counts += torch.tensor([correct.sum(), len(labels)], device=device)
-    dist.all_reduce(counts)  # sum over all ranks
+        correct += (model(images.to(device)).argmax(dim=1) == labels.to(device)).sum()
+    dist.all_reduce(correct)  # sum over all ranks
     model.train()
-    return (counts[0] / counts[1]).item()
+    return correct.item() / len(test_set)
 
 
-def save_checkpoint(path, model, optimizer, metrics):
+def save_checkpoint(path, model, optimizer, epoch, accuracy):
     """What is needed to go on, in a file that is written whole or not at all."""
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     with settings.write_whole(path) as file:
-        torch.save(state | metrics, file)
+        torch.save(state | {"epoch": epoch, "accuracy": accuracy}, file)
 
 
 def load_checkpoint(path, model, optimizer):
@@ -129,19 +117,8 @@ def load_checkpoint(path, model, optimizer):
         return state["epoch"] + 1
 
 
-def parse_args():
-    parser = command_line.Parser(__doc__)
-    parser.add_argument("--epochs", type=command_line.count, default=3)
-    names = ", ".join(datasets.DATASETS)
-    parser.add_argument("--dataset", default="digits", help=names)
-    return parser.parse_args()
-
-
 def main():
-    args = parse_args()
-    world_size, size = command_line.check_torchrun(), len(datasets.load(args.dataset))
-    command_line.check_batch_size(args.batch_size, size, world_size)
-    args.checkpoint = command_line.find_checkpoint(args.checkpoint_dir, args.resume)
+    args = command_line.parse_images(__doc__)
     train(args, set_up())
     # DDP's objects hold on to the process group: free them first, or the exit may abort.
     gc.collect()

@@ -2,31 +2,21 @@
 
     python train_ray_ddp.py --num-workers 4 --epochs 3
 
-Runs on GPUs where there are any, else on CPUs, on this machine or on the cluster that
-RAY_ADDRESS names.
+Runs on GPUs or else CPUs, of this machine or of the cluster that RAY_ADDRESS names.
 """
 
-import tempfile
-from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from utils.cluster import start_ray  # sets what Ray reads when it is imported
 
 import ray.train
 import torch
 import torch.distributed as dist
-from ray.train import (
-    Checkpoint,
-    CheckpointConfig,
-    FailureConfig,
-    RunConfig,
-    ScalingConfig,
-)
+from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer, get_device, prepare_data_loader, prepare_model
-from torch.nn import functional as F
 from torch.utils.data import DataLoader, Subset
 
-from utils import command_line, datasets, failures, preflight, settings
-from utils.models import resnet18
+from utils import command_line, datasets, failures, models, preflight, settings
 
 
 def load_data(dataset, batch_size):
@@ -40,10 +30,9 @@ def load_data(dataset, batch_size):
 def build(in_channels, lr):
     """The model, the same one wrapped with DDP, and its optimizer."""
     torch.manual_seed(0)
-    model = resnet18(in_channels=in_channels)
-    wrapped = prepare_model(  # moves it to the device, too
-        model, parallel_strategy_kwargs={"gradient_as_bucket_view": True}
-    )
+    model = models.resnet18(in_channels=in_channels)
+    options = {"gradient_as_bucket_view": True}
+    wrapped = prepare_model(model, parallel_strategy_kwargs=options)  # moves it, too
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=lr, fused=True)
     return model, wrapped, optimizer
 
@@ -53,19 +42,15 @@ def train_fn(config):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     train_loader, test_set = load_data(config["dataset"], config["batch_size"])
     model, wrapped, optimizer = build(test_set[0][0].shape[0], config["lr"])
-    history = []
     for epoch in range(load_latest(model, optimizer), config["epochs"]):
+        torch.manual_seed(epoch)  # a single worker shuffles by this seed
         if world_size > 1:
             train_loader.sampler.set_epoch(epoch)  # another order in every epoch
-        else:
-            torch.manual_seed(epoch)  # a single worker shuffles without that sampler
         loss = train_epoch(wrapped, optimizer, train_loader)
         accuracy = evaluate(model, test_set, rank, world_size, get_device())
-        history.append({"epoch": epoch, "loss": loss, "accuracy": accuracy})
         if rank == 0:
             print(f"epoch {epoch + 1}: loss {loss:.3f}, test accuracy {accuracy:.1%}")
-        report(model, optimizer, history[-1])
-    return history
+        report(model, optimizer, {"epoch": epoch, "loss": loss, "accuracy": accuracy})
 
 
 def train_epoch(model, optimizer, train_loader):
@@ -80,7 +65,7 @@ def train_epoch(model, optimizer, train_loader):
 
 def train_step(model, optimizer, images, labels):
     """One step on this rank's share of the batch; returns the loss of that share."""
-    loss = F.cross_entropy(model(images), labels)
+    loss = torch.nn.functional.cross_entropy(model(images), labels)
     optimizer.zero_grad()
     loss.backward()  # DDP averages the gradients over all ranks in here
     optimizer.step()
@@ -92,24 +77,22 @@ def evaluate(model, test_set, rank, world_size, device):
     """Accuracy over all test images, each counted once, the same on every rank."""
     model.eval()
     mine = Subset(test_set, range(rank, len(test_set), world_size))  # nothing padded
-    counts = torch.zeros(2, device=device)  # correct, all
+    correct = torch.zeros((), device=device)
     for images, labels in DataLoader(mine, batch_size=256):
-        correct = model(images.to(device)).argmax(dim=1) == labels.to(device)
-        counts += torch.tensor([correct.sum(), len(labels)], device=device)
-    dist.all_reduce(counts)  # sum over all ranks
+        correct += (model(images.to(device)).argmax(dim=1) == labels.to(device)).sum()
+    dist.all_reduce(correct)  # sum over all ranks
     model.train()
-    return (counts[0] / counts[1]).item()
+    return correct.item() / len(test_set)
 
 
 def report(model, optimizer, metrics):
     """Report to Ray Train, on every rank: it keeps rank 0's metrics and checkpoint."""
-    full_disk = settings.explain_writing("The checkpoint")
-    with full_disk, tempfile.TemporaryDirectory() as folder:
+    with settings.explain_writing("The checkpoint"), TemporaryDirectory() as folder:
         checkpoint = None
         if dist.get_rank() == 0:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            torch.save(state | metrics, Path(folder, "checkpoint.pt"))
-            checkpoint = Checkpoint.from_directory(folder)
+            torch.save(state | metrics, f"{folder}/checkpoint.pt")
+            checkpoint = ray.train.Checkpoint.from_directory(folder)
         ray.train.report(metrics, checkpoint=checkpoint)  # waits for all ranks
 
 
@@ -119,53 +102,27 @@ def load_latest(model, optimizer):
     if not checkpoint:
         return 0
     with settings.explain_reading(checkpoint.path), checkpoint.as_directory() as folder:
-        path = Path(folder, "checkpoint.pt")
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        file = f"{folder}/checkpoint.pt"
+        state = torch.load(file, map_location="cpu", weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         return state["epoch"] + 1
 
 
-def parse_args():
-    parser = command_line.Parser(__doc__)
-    add, count = parser.add_argument, command_line.count
-    add("--num-workers", type=count, help="default: 2, or this machine's GPUs")
-    add("--epochs", type=count, default=3)
-    add("--dataset", default="digits", help=", ".join(datasets.DATASETS))
-    return parser.parse_args()
-
-
-def fit(args, num_workers, name, folder):
-    """Let Ray start `train_fn` on all workers, and once more if one of them dies."""
+def main():
+    args = command_line.parse_images(__doc__, ray=True)
+    run = failures.run_options(*command_line.find_run(args.checkpoint_dir, args.resume))
+    start_ray(args.num_workers, log_to_driver=True)
+    preflight.check_shared(run["storage_path"])
+    use_gpu = preflight.use_gpu()
     trainer = TorchTrainer(
         train_fn,
         train_loop_config=vars(args),
-        scaling_config=ScalingConfig(
-            num_workers=num_workers, use_gpu=preflight.use_gpu()
-        ),
-        run_config=RunConfig(
-            name=name,
-            storage_path=str(folder),
-            checkpoint_config=CheckpointConfig(num_to_keep=1),
-            failure_config=FailureConfig(max_failures=1),
-            callbacks=[failures.NoRestartOnBadInput()],
-        ),
+        scaling_config=ScalingConfig(num_workers=args.num_workers, use_gpu=use_gpu),
+        run_config=RunConfig(failure_config=FailureConfig(max_failures=1), **run),
     )
-    return trainer.fit()
-
-
-def main():
-    args = parse_args()
-    num_workers = args.num_workers or settings.num_workers()
-    size = len(datasets.load(args.dataset))
-    command_line.check_batch_size(args.batch_size, size, num_workers)
-    name, folder = command_line.find_run(
-        "train_ray_ddp", args.checkpoint_dir, args.resume
-    )
-    start_ray(num_workers, log_to_driver=True)
-    preflight.check_shared(folder)
     with failures.in_a_sentence():
-        result = fit(args, num_workers, name, folder)
+        result = trainer.fit()
     print(f"Trained. The last checkpoint is in {result.checkpoint.path}")
 
 

@@ -18,18 +18,14 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from utils import command_line, datasets, settings, torchrun_or_ray, zero_config
-from utils.models import GPT, GPT2_124M, SMOKE, fill_by_name
+from utils.models import GPT, SIZES, fill_by_name
 from utils.zero import LOAD_ERRORS, check_world_size, is_universal, load_deepspeed
-
-MODELS = {"smoke": SMOKE, "gpt2-124m": GPT2_124M}
 
 
 def train(args):
     """Train in a process group that exists already; returns what the run reports."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    device, shape = settings.device(), MODELS[args.model]
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device, shape = settings.set_device(), SIZES[args.model]
     train_set = datasets.text("train", shape.block_size, args.text)
     test_set = datasets.text("test", shape.block_size, args.text)
 
@@ -49,7 +45,6 @@ def train(args):
 
 def build(shape, device, config):
     """A model of which, at stage 3, no rank ever holds more than its part and a layer."""
-    zero_config.check_batch_size(config, dist.get_world_size())
     deepspeed = load_deepspeed()
     deepspeed.init_distributed(settings.backend())  # joins the group that exists
     cut = config["zero_optimization"].get("stage") == 3
@@ -146,12 +141,10 @@ def checkpoint_to_load(folder):
 def load_checkpoint(engine, folder):
     """Every rank reads its own partition; returns the number of steps done."""
     check_world_size(folder, dist.get_world_size())
-    try:
+    with settings.explain_loading(folder, *LOAD_ERRORS):
         _, client_state = engine.load_checkpoint(folder.parent, folder.name)
         step, global_batch = client_state["step"], client_state["global_batch"]
-    except LOAD_ERRORS as error:
-        raise torchrun_or_ray.cannot_load(folder) from error
-    torchrun_or_ray.check_global_batch(global_batch, engine.train_batch_size())
+    settings.check_global_batch(global_batch, engine.train_batch_size())
     return step
 
 
@@ -172,16 +165,13 @@ def export(engine, checkpoint, path):
 
 
 def parse_args():
-    parser = torchrun_or_ray.Parser(__doc__, batch_size=None, lr=None)
+    parser = torchrun_or_ray.Parser(__doc__, batch_size=None)
     add, file = parser.add_argument, Path(__file__).with_name("ds_config.json")
-    add("--model", choices=MODELS, help="default: by run mode, as the learning rate")
-    add("--clip", type=float, help="gradient norm (default: 1)")
+    add("--clip", type=command_line.positive, help="gradient norm (default: 1)")
     add("--gradient-accumulation-steps", type=command_line.count, help="default: 1")
     add("--ds-config", type=settings.local_path, default=file, help="a JSON file")
     add("--stage", type=int, help="of ZeRO, instead of the file's")
     args = parser.parse_args()
-    args.model = args.model or settings.pick(smoke="smoke", full="gpt2-124m")
-    args.lr = args.lr or settings.pick(smoke=3e-3, full=3e-4)
     passes = args.gradient_accumulation_steps
     args.engine_config = zero_config.read_config(
         args.ds_config, args.batch_size, passes, args.clip, args.stage
@@ -193,6 +183,7 @@ def parse_args():
 
 def main():
     args = parse_args()
+    zero_config.check_batch_size(args.engine_config, torchrun_or_ray.world_size(args))
     found = args.checkpoint_dir and last_checkpoint(args.checkpoint_dir)
     torchrun_or_ray.start(train, args, found)
 

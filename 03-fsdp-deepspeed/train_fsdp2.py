@@ -17,20 +17,15 @@ from torch.distributed.checkpoint import state_dict as sd
 from torch.nn import functional as F
 
 from utils import command_line, datasets, settings, torchrun_or_ray
-from utils.models import GPT, GPT2_124M, SMOKE, fill_by_name
-
-MODELS = {"smoke": SMOKE, "gpt2-124m": GPT2_124M}
+from utils.models import GPT, SIZES, fill_by_name
 
 
 def train(args):
     """Train in a process group that exists already; returns what the run reports."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    device, config = settings.device(), MODELS[args.model]
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device, config = settings.set_device(), SIZES[args.model]
     train_set = datasets.text("train", config.block_size, args.text)
     test_set = datasets.text("test", config.block_size, args.text)
-
     model = build(config, device, args)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     first_step = resume(model, optimizer, args)
@@ -77,8 +72,7 @@ def train_steps(model, optimizer, train_set, first_step, args):
             seconds = (time.perf_counter() - start) / len(losses)
             said = f"loss {losses[-1]:.3f}, {1000 * seconds:.0f} ms per step"
             print(f"step {step + 1}/{args.steps}: {said}", flush=True)
-        if args.checkpoint_dir and (step + 1) % args.save_every == 0:
-            folder = args.checkpoint_dir
+        if (folder := args.checkpoint_dir) and (step + 1) % args.save_every == 0:
             save_checkpoint(model, optimizer, step + 1, global_batch, folder)
     return losses
 
@@ -144,16 +138,11 @@ def resume(model, optimizer, args):
 def load_checkpoint(model, optimizer, global_batch, folder):
     """Every rank reads the pieces of its own shards; returns the number of steps done."""
     state = state_of(model, optimizer, 0, 0)
-    try:
+    with settings.explain_loading(folder, dcp.CheckpointException):
         dcp.load(state, checkpoint_id=folder)
-    except dcp.CheckpointException as error:
-        raise torchrun_or_ray.cannot_load(folder) from error
-    torchrun_or_ray.check_global_batch(state["global_batch"], global_batch)
-    loaded = {
-        "model_state_dict": state["model"],
-        "optim_state_dict": state["optimizer"],
-    }
-    sd.set_state_dict(model, optimizer, **loaded)
+    settings.check_global_batch(state["global_batch"], global_batch)
+    parts = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+    sd.set_state_dict(model, optimizer, **parts)
     return state["step"]
 
 
@@ -167,16 +156,13 @@ def export(model, path):
 
 
 def parse_args():
-    parser = torchrun_or_ray.Parser(__doc__, batch_size=16, lr=None)
+    parser = torchrun_or_ray.Parser(__doc__, batch_size=16)
     add = parser.add_argument
-    add("--model", choices=MODELS, help="default: by run mode, as the learning rate")
-    add("--clip", type=float, default=1.0, help="gradient norm")
+    add("--clip", type=command_line.positive, default=1.0, help="gradient norm")
     add("--keep", action="store_true", help="reshard_after_forward=False")
     add("--bf16", action="store_true", help="compute in bfloat16")
     add("--offload", action="store_true", help="keep shards in CPU memory")
     args = parser.parse_args()
-    args.model = args.model or settings.pick(smoke="smoke", full="gpt2-124m")
-    args.lr = args.lr or settings.pick(smoke=3e-3, full=3e-4)
     if args.offload and settings.device().type == "cpu":
         parser.error("--offload needs a GPU to offload from: leave it out on a CPU.")
     return args

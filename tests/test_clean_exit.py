@@ -27,7 +27,7 @@ from utils import datasets
 
 ports = sys.argv[1:]
 train_ddp = scripts.load(scripts.TRAIN_DDP)
-train_ddp.resnet18 = lambda in_channels: torch.nn.Sequential(
+train_ddp.models.resnet18 = lambda in_channels: torch.nn.Sequential(
     torch.nn.Flatten(), torch.nn.Linear(28 * 28, 10)
 )
 datasets.DATASETS["digits"] = lambda split: TensorDataset(

@@ -116,7 +116,7 @@ def test_nvme_needs_a_library_and_a_folder(
     monkeypatch.setitem(compatible, "async_io", has_library)
     folder = tmp_path if has_folder else tmp_path / "missing"
     offload = [{"device": "nvme", "nvme_path": str(folder)}]
-    assert zero_config.nvme_is_ready(offload) == (has_library and has_folder)
+    assert zero.nvme_is_ready(offload) == (has_library and has_folder)
 
 
 @pytest.mark.parametrize(

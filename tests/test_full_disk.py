@@ -18,12 +18,12 @@ def test_a_checkpoint_is_written_whole_or_not_at_all(small_disk):
     train_ddp = scripts.load(scripts.TRAIN_DDP)
     path, model = small_disk / "checkpoint.pt", torch.nn.Linear(100, 100)
     optimizer = torch.optim.AdamW(model.parameters())
-    train_ddp.save_checkpoint(path, model, optimizer, {"epoch": 1})
+    train_ddp.save_checkpoint(path, model, optimizer, 1, 0.5)
     before = path.read_bytes()
 
     model = torch.nn.Linear(2000, 2000)  # 16 MB
     with pytest.raises(OSError, match=r"No space left.*What was saved before") as said:
-        train_ddp.save_checkpoint(path, model, optimizer, {"epoch": 2})
+        train_ddp.save_checkpoint(path, model, optimizer, 2, 0.5)
     assert str(path) in str(said.value)
     assert path.read_bytes() == before
     assert list(small_disk.iterdir()) == [path]
@@ -47,11 +47,27 @@ def launch(command: list, path, *arguments) -> str:
 SENTENCE = r"cannot be written \(.*No space left on device\): name a folder that"
 
 
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+TORCHRUN += ["--nproc_per_node=2"]
+
+
+@pytest.mark.slow
+@pytest.mark.part03
+def test_the_second_checkpoint_of_shards_does_not_fit(small_disk):
+    """3 MB each: every rank writes some of it, and the first stays what it is."""
+    script = scripts.ROOT / "03-fsdp-deepspeed" / "train_fsdp2.py"
+    arguments = ["--smoke-test", "--steps", 2, "--save-every", 1, "--batch-size", 2]
+    last = launch(TORCHRUN, script, *arguments, "--checkpoint-dir", small_disk)
+    # torch does not always say that it is the disk
+    says = r"cannot be written \((No space left.*|is the disk full\?)\): name a folder"
+    assert re.search(rf"train_fsdp2\.py: {small_disk}/step-000002 {says}", last)
+    assert len(list(small_disk.glob("step-*/.metadata"))) == 1
+
+
 @pytest.mark.slow
 def test_under_torchrun_the_last_line_is_the_sentence(small_disk):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     arguments = ["--epochs", 1, "--batch-size", 700, "--checkpoint-dir", small_disk]
-    last = launch([*command, "--nproc_per_node=2"], scripts.TRAIN_DDP, *arguments)
+    last = launch(TORCHRUN, scripts.TRAIN_DDP, *arguments)
     assert re.search(rf"train_ddp\.py: {small_disk}/checkpoint\.pt {SENTENCE}", last)
     assert list(small_disk.iterdir()) == []
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from tests import gpu, notebooks, scripts
-from utils import memory, models, settings
+from utils import command_line, memory, models, settings
 
 GPU_BYTES = 24 * 2**30 * 0.9  # the rest is for CUDA, NCCL and the allocator's gaps
 OPEN = ("folder", "Subset", "nodes.")  # what a knobs cell also makes
@@ -113,9 +113,12 @@ def test_a_script_in_full_mode_fits_24_gb(path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(sys, "argv", [str(path)])
     script = scripts.load(path)
-    args = script.parse_args()
-    batch = args.batch_size or args.engine_config["train_micro_batch_size_per_gpu"]
-    shape = script.MODELS[args.model] if hasattr(args, "model") else 224
+    if path.parent.name.startswith("03"):
+        args = script.parse_args()
+        shape = models.SIZES[args.model]
+        batch = args.batch_size or args.engine_config["train_micro_batch_size_per_gpu"]
+    else:
+        shape, batch = 224, command_line.Parser("A script.").parse_args().batch_size
     assert needed(shape, batch) < GPU_BYTES, f"a batch of {batch} is too large"
 
 

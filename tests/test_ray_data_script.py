@@ -246,23 +246,27 @@ def test_an_epoch_stays_on_its_device(monkeypatch):
     assert stepped == [device] * 2
 
 
+def read_images(folder, on_corrupt):
+    """Of all files in a folder."""
+    return script.read_images(*script.parquet.find_parquet(str(folder)), on_corrupt)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("own_ray")
 class TestReading:
     def test_a_corrupt_image_fails_with_the_name_of_its_file(self, whole_files):
-        dataset, rows = script.read_images(str(whole_files), "fail")
-        assert rows == 3 * 48
+        dataset = read_images(whole_files, "fail")
         with pytest.raises(ValueError, match=r"shard-00000\.parquet is corrupt"):
             dataset.take_all()
 
     def test_a_corrupt_image_is_counted(self, whole_files):
-        dataset, _ = script.read_images(str(whole_files), "skip")
+        dataset = read_images(whole_files, "skip")
         labels = [row["label"] for row in dataset.take_all()]
         assert len(labels) == 3 * 48
         assert labels.count(script.CORRUPT) == 1
 
     def test_files_are_read_and_decoded_in_one_task(self, whole_files):
-        dataset, _ = script.read_images(str(whole_files), "skip")
+        dataset = read_images(whole_files, "skip")
         stats = dataset.materialize().stats()
         (operator,) = re.findall(r"Operator \d+ (.+?):", stats)
         assert operator == "ReadParquet->MapBatches(decode)"
@@ -282,10 +286,12 @@ class TestReading:
         self, whole_files, tmp_path, call, monkeypatch
     ):
         asked = []
-        monkeypatch.setattr(script.preflight, "check_shared", asked.append)
+        monkeypatch.setattr(
+            script.preflight, "check_shared", lambda *_: asked.extend(_)
+        )
         monkeypatch.setattr(script, "fit", lambda *_: Mock())
         call("--data-path", whole_files, "--checkpoint-dir", tmp_path)
-        assert asked == [tmp_path, str(whole_files)]
+        assert asked == [str(tmp_path), str(whole_files)]
 
 
 @pytest.fixture
@@ -311,10 +317,7 @@ class TestBadInput:
         with pytest.raises(ValueError, match="has no column image"):
             call("--data-path", tmp_path)
 
-    def test_batches_larger_than_a_shard_are_refused(
-        self, whole_files, call, monkeypatch
-    ):
-        monkeypatch.setattr(script, "read_images", lambda *_: (None, 3 * 48))
+    def test_batches_larger_than_a_shard_are_refused(self, whole_files, call):
         with pytest.raises(ValueError, match="The batch size is 145, but each of 1"):
             call("--data-path", whole_files, "--batch-size", 145, "--num-workers", 1)
 
@@ -326,6 +329,10 @@ class TestBadInput:
         (["--resume", "--checkpoint-dir", "empty"], "There is no run in .*empty"),
         (["--checkpoint-dir", "a_file/folder"], "cannot be written to"),
         (["--num-epochs", 0], "--num-epochs: it is 0, but has to be a whole number"),
+        (
+            ["--data-size-gb", 0],
+            "--data-size-gb: it is 0, but has to be a number above",
+        ),
         (["--data-size-gb", 1e9], r"1e\+09 GB more do not fit the disk"),
     ],
 )

@@ -141,7 +141,7 @@ def test_a_restart_without_a_shared_folder_is_said(tmp_path):
         folder = tmp_path / os.environ["RANK"]
         path = folder / "checkpoint.pt"
         if dist.get_rank() == 0:
-            train_ddp.save_checkpoint(path, model, optimizer, {"epoch": 0})
+            train_ddp.save_checkpoint(path, model, optimizer, 0, 0.5)
         path = train_ddp.command_line.find_checkpoint(folder, resume=False)
         try:
             return train_ddp.load_checkpoint(path, model, optimizer)

@@ -1,4 +1,6 @@
-"""What stands in several scripts, so that each can be copied alone, is the same in all."""
+"""What people copy: scripts of two or three screens, in which equal parts are equal."""
+
+import ast
 
 import pytest
 
@@ -8,8 +10,9 @@ from utils.show import function_source
 pytestmark = [pytest.mark.part01, pytest.mark.part02, pytest.mark.part03]
 
 PART_03 = scripts.ROOT / "03-fsdp-deepspeed"
+WITH_RAY_DATA = scripts.TRAIN_RAY_DDP_WITH_RAY_DATA
 IMAGES = (scripts.TRAIN_DDP, scripts.TRAIN_RAY_DDP)
-RAY = (scripts.TRAIN_RAY_DDP, scripts.TRAIN_RAY_DDP_WITH_RAY_DATA)
+RAY = (scripts.TRAIN_RAY_DDP, WITH_RAY_DATA)
 TEXT = (PART_03 / "train_fsdp2.py", PART_03 / "train_deepspeed.py")
 # Part 03's steps differ by nature: that of DeepSpeed is its engine's.
 SAME = [
@@ -19,8 +22,38 @@ SAME = [
     ("report", RAY),
     ("load_latest", RAY),
 ]
+LINES = dict(zip((*IMAGES, WITH_RAY_DATA, *TEXT), (130, 130, 180, 180, 200)))
+# How a run is started and ends; what stands above is the training.
+SHELL = {"parse_args", "fit", "main"}
+# Of utils, the training uses what every training needs, and this.
+ALLOWED = {"datasets", "models", "settings"} | {
+    "parquet",  # decoding, in a module without torch: tasks on CPUs import it
+    "zero",  # what knows DeepSpeed from inside
+}
 
 
 @pytest.mark.parametrize(("name", "paths"), SAME)
 def test_functions_of_several_scripts_are_equal(name, paths):
     assert len({function_source(path.read_text(), name) for path in paths}) == 1
+
+
+@pytest.mark.parametrize("path", LINES, ids=lambda path: path.stem)
+def test_a_script_is_short_and_its_training_needs_little_of_utils(path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= LINES[path]
+    tree, from_module = ast.parse(text), {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("utils"):
+            for name in node.names:
+                module = (node.module + "." + name.name).split(".")[1]
+                from_module[name.asname or name.name] = module
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    shell = [function.name in SHELL for function in functions]
+    assert shell == sorted(shell)  # the training comes first
+    for function in functions:
+        first = min([function, *function.decorator_list], key=lambda node: node.lineno)
+        assert function.end_lineno - first.lineno < 25, function.name
+        if function.name not in SHELL:
+            names = {n.id for n in ast.walk(function) if isinstance(n, ast.Name)}
+            used = {from_module[name] for name in names & from_module.keys()}
+            assert used <= ALLOWED, function.name

@@ -243,7 +243,10 @@ def test_what_cannot_be_resumed_from_is_said(tmp_path):
     assert fsdp2[0] == deepspeed[0]
     for folder, said in ((tmp_path / "fsdp2", fsdp2), (tmp_path / "zero", deepspeed)):
         step = folder / "step-000005"
-        assert set(said[1:]) == {str(torchrun_or_ray.cannot_load(step))}
+        (sentence,) = set(said[1:])
+        assert sentence.startswith(
+            f"The checkpoint {step} is damaged, of another model"
+        )
 
 
 def test_a_mistake_of_ours_is_no_damaged_checkpoint(tmp_path, monkeypatch):
@@ -323,6 +326,8 @@ def test_how_a_script_was_called_is_checked_first(script, tmp_path, monkeypatch)
     assert "start me with torchrun" in said(rank=None)
     assert "auto, smoke and full" in said(mode="fast")
     assert "--steps: it is 0, but has to be" in said("--steps", 0)
+    assert "--lr: it is 0, but has to be a number above 0" in said("--lr", 0)
+    assert "--clip: it is -1, but has to be a number above 0" in said("--clip=-1")
     folder = ["--checkpoint-dir", tmp_path]
     assert "no complete checkpoint" in said(*folder, "--resume")
     saved = tmp_path / "step-000005"
@@ -359,7 +364,3 @@ def test_what_a_worker_of_ray_finds_is_what_the_script_raises(
 def test_ray_can_send_the_training_to_workers(script):
     """With it go submodules of torch whose names it mentions, as if it had meant them."""
     assert cloudpickle.dumps(scripts.load(script).train)
-
-
-def test_the_scripts_train_the_same_model():
-    assert scripts.load(FSDP2).MODELS == scripts.load(DEEPSPEED).MODELS

@@ -95,13 +95,13 @@ def build_fsdp2(args) -> torch.nn.Module:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     module = scripts.load(sharding.TRAIN_FSDP2)
-    return module.build(module.MODELS["smoke"], torch.device("cpu"), args)
+    return module.build(SMOKE, torch.device("cpu"), args)
 
 
 def build_zero3(args) -> torch.nn.Module:
     sharding.load_deepspeed().init_distributed("gloo")
     module, config = scripts.load(sharding.TRAIN_DEEPSPEED), args.engine_config
-    return module.build(module.MODELS["smoke"], torch.device("cpu"), config)
+    return module.build(SMOKE, torch.device("cpu"), config)
 
 
 @pytest.mark.parametrize("build", [build_fsdp2, build_zero3])

@@ -1,6 +1,7 @@
 """What the scripts share around the training: arguments, finding a run, one sentence."""
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -13,6 +14,7 @@ from utils.settings import (
     device,
     explain_reading,
     local_path,
+    num_workers,
     storage_path,
 )
 
@@ -22,13 +24,18 @@ class Parser(argparse.ArgumentParser):
 
     What is wrong with a command line is a ValueError, as any other bad input, and not the
     end of the process: see `run`.
+
+    Args:
+        doc: the script's docstring, whose first line the help shows.
+        batch_size: what it is by default, per worker.
+        lr: the learning rate by default.
     """
 
     def __init__(self, doc: str, batch_size: int | None = 32, lr: float | None = 3e-4):
         super().__init__(description=doc.splitlines()[0])
         add = self.add_argument
         add("--batch-size", type=count, default=batch_size, help="per worker")
-        add("--lr", type=float, default=lr, help="of AdamW")
+        add("--lr", type=positive, default=lr, help="of AdamW")
         add("--checkpoint-dir", type=local_path, help="save there")
         add("--resume", action="store_true", help="from --checkpoint-dir")
         add("--smoke-test", action="store_true", help="on CPU, even if there are GPUs")
@@ -50,6 +57,60 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(message)
 
 
+def parse_images(doc: str, ray: bool = False) -> argparse.Namespace:
+    """The command line of a script that trains on a dataset of images, checked.
+
+    With `ray` it also holds `num_workers`, which Ray Train is to start. Else torchrun has
+    started this process, and it holds `checkpoint`, as `find_checkpoint` returns it.
+
+    Raises:
+        ValueError, OSError: an argument is wrong, or there are fewer images than workers
+            need; or as `check_torchrun` and `find_checkpoint` do.
+    """
+    from utils import (
+        datasets,
+    )  # here: it imports torch and torchvision, which takes 4 s
+
+    parser = Parser(doc)
+    parser.add_argument("--epochs", type=count, default=3)
+    names = ", ".join(datasets.DATASETS)
+    parser.add_argument("--dataset", default="digits", help=names)
+    args = parse_workers(parser) if ray else parser.parse_args()
+    workers = args.num_workers if ray else check_torchrun()
+    check_batch_size(args.batch_size, len(datasets.load(args.dataset)), workers)
+    if not ray:
+        args.checkpoint = find_checkpoint(args.checkpoint_dir, args.resume)
+    return args
+
+
+def parse_stream(doc: str) -> argparse.Namespace:
+    """The command line of a script that trains on a stream of images, with Ray Train.
+
+    Raises:
+        ValueError: an argument is wrong.
+    """
+    parser, most = Parser(doc), 0.01  # GB that a smoke test writes
+    add = parser.add_argument
+    add("--data-size-gb", type=positive, default=1.0, help="GB to generate")
+    add("--data-path", help="Parquet files: one, or a folder; local, s3://, gs://")
+    add("--num-epochs", type=count, default=2)
+    add("--on-corrupt", choices=("fail", "skip"), default="fail")
+    args = parse_workers(parser)
+    if args.smoke_test:
+        args.data_size_gb = min(args.data_size_gb, most)
+    return args
+
+
+def parse_workers(parser: Parser) -> argparse.Namespace:
+    """What `parser` parses, and --num-workers, by default those of the run mode."""
+    parser.add_argument(
+        "--num-workers", type=count, help="default: 2, or all GPUs here"
+    )
+    args = parser.parse_args()
+    args.num_workers = args.num_workers or num_workers()
+    return args
+
+
 def count(text: str) -> int:
     """A whole number from 1 on; as `type` of an argparse argument.
 
@@ -63,15 +124,28 @@ def count(text: str) -> int:
     return int(text)
 
 
-def find_run(name: str, folder: Path | None, resume: bool) -> tuple[str, Path]:
+def positive(text: str) -> float:
+    """A number above 0; as `type` of an argparse argument.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none; argparse shows it.
+    """
+    with contextlib.suppress(ValueError):
+        if float(text) > 0:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"it is {text}, but has to be a number above 0.")
+
+
+def find_run(folder: Path | None, resume: bool) -> tuple[str, Path]:
     """Name and folder of a run: Ray resumes a run that has both in common with it.
 
-    Without a `folder` it is a new run in `storage_path()`.
+    The name is that of the script. Without a `folder` it is a new run in `storage_path()`.
 
     Raises:
         ValueError: there is nothing to resume from, or a run that is not to be resumed.
         OSError: the run to resume is not there, or `folder` cannot be written to.
     """
+    name = Path(sys.argv[0]).stem
     if not folder:
         return f"{name}_{time.strftime('%Y-%m-%d_%H-%M-%S')}", storage_path()
     exists = (folder / name).exists()

@@ -2,10 +2,11 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pyarrow as pa
 import ray
-from ray.train import TrainingFailedError, UserCallback
+from ray.train import CheckpointConfig, TrainingFailedError, UserCallback
 
 UNREADABLE = (OSError, pa.ArrowException)
 # gloo listens at the address that the host name stands for, on Debian 127.0.1.1
@@ -30,6 +31,19 @@ class NoRestartOnBadInput(UserCallback):
         for error in worker_exceptions.values():
             if isinstance(_cause(error), ValueError) or _could_not_read(error):
                 raise error
+
+
+def run_options(name: str, folder: Path) -> dict:
+    """For `RunConfig(**run_options(name, folder))`: a run that can be resumed by its name.
+
+    Of its checkpoints, in `folder`, the last is kept. Bad input ends it at once.
+    """
+    return {
+        "name": name,
+        "storage_path": str(folder),
+        "checkpoint_config": CheckpointConfig(num_to_keep=1),
+        "callbacks": [NoRestartOnBadInput()],
+    }
 
 
 @contextlib.contextmanager

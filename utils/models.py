@@ -53,6 +53,7 @@ class GPTConfig:
 SMOKE = GPTConfig()  # 0.24 million parameters
 # 163 million parameters: GPT-2's 124 million, and an output layer of its own.
 GPT2_124M = GPTConfig(vocab_size=50257, block_size=1024, layers=12, heads=12, width=768)
+SIZES = {"smoke": SMOKE, "gpt2-124m": GPT2_124M}  # by the name that a command line says
 
 
 class Block(nn.Module):

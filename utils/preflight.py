@@ -82,15 +82,20 @@ def _say_if_waiting(needed: dict[str, float]) -> None:
             )
 
 
-def check_shared(folder: str | Path) -> None:
-    """Check that every node of the cluster sees what this process sees in `folder`.
+def check_shared(*folders: str | Path) -> None:
+    """Check that every node of the cluster sees what this process sees in `folders`.
 
-    `folder` may be a file, too. Nothing is checked where there is one node, or where
-    `folder` is an address (s3://, gs://).
+    One may be a file, too. Nothing is checked where there is one node, or of what is an
+    address (s3://, gs://).
 
     Raises:
         OSError: a node does not see a file that is there, written now if that is possible.
     """
+    for folder in folders:
+        _check_shared(folder)
+
+
+def _check_shared(folder: str | Path) -> None:
     nodes = alive_nodes()
     folder = str(folder).removeprefix("file://")
     if len(nodes) < 2 or "://" in folder:

@@ -53,6 +53,16 @@ def device():
     return torch.device("cpu")
 
 
+def set_device():
+    """Make the GPU of this process, if it has one, torch's current one; its device."""
+    found = device()
+    if found.type == "cuda":
+        import torch
+
+        torch.cuda.set_device(found)
+    return found
+
+
 def backend() -> str:
     """The torch.distributed backend of `device()`: "nccl" for GPUs, "gloo" for CPUs."""
     return "nccl" if device().type == "cuda" else "gloo"
@@ -203,6 +213,40 @@ def explain_reading(path: str | Path) -> Iterator[None]:
         raise ValueError(
             f"The checkpoint {path} is damaged or of another model ({reason}): {mend}"
         ) from error
+
+
+@contextlib.contextmanager
+def explain_loading(folder: Path, *errors: type[BaseException]) -> Iterator[None]:
+    """For a block in which a library loads a sharded checkpoint, of which ranks see parts.
+
+    Args:
+        folder: the checkpoint.
+        errors: what the library raises for files that are damaged, missing or of another
+            model. Others are mistakes of the program, and pass.
+
+    Raises:
+        ValueError: it cannot be loaded; says what may be the reason.
+    """
+    try:
+        yield
+    except errors as error:
+        raise ValueError(
+            f"The checkpoint {folder} is damaged, of another model, or not seen by all "
+            "nodes: name another folder, or start without --resume."
+        ) from error
+
+
+def check_global_batch(saved: int, now: int) -> None:
+    """Check that a run goes on with the global batch that its checkpoint was made with.
+
+    Raises:
+        ValueError: it is different.
+    """
+    if saved != now:
+        raise ValueError(
+            f"The checkpoint was trained with a global batch of {saved}, and now it is "
+            f"{now}: set --batch-size so that all workers and passes together make {saved}."
+        )
 
 
 def _reason(error: BaseException | None) -> str | None:

@@ -11,22 +11,36 @@ from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
-from utils import settings
-from utils.command_line import Parser as SharedParser
-from utils.command_line import count
+from utils import command_line, models, settings
 
 
-class Parser(SharedParser):
+class Parser(command_line.Parser):
     """The options that all scripts share, and those of a run that `start` starts."""
 
-    def __init__(self, doc: str, **defaults):
-        super().__init__(doc, **defaults)
-        add = self.add_argument
+    def __init__(self, doc: str, batch_size: int | None):
+        super().__init__(doc, batch_size, lr=None)
+        add, count = self.add_argument, command_line.count
         add("--num-workers", type=count, help="start with Ray Train")
         add("--steps", type=count, default=200)
         add("--save-every", type=count, default=50, help="steps")
+        sizes = "default: by run mode, as the learning rate"
+        add("--model", choices=models.SIZES, help=sizes)
         add("--text", type=settings.local_path, help="a file (default: Python's help)")
         add("--export", type=settings.local_path, help="write the whole model there")
+
+    def parse_args(self, *args, **kwargs) -> Namespace:
+        """As usual; model and learning rate follow from the run mode if none is said."""
+        found = super().parse_args(*args, **kwargs)
+        found.model = found.model or settings.pick(smoke="smoke", full="gpt2-124m")
+        found.lr = found.lr or settings.pick(smoke=3e-3, full=3e-4)
+        return found
+
+
+def world_size(args: Namespace) -> int:
+    """The number of ranks that `start` will train on: torchrun says it, or `args`."""
+    if "RANK" in os.environ:
+        return int(os.environ.get("WORLD_SIZE", 1))
+    return args.num_workers or 1
 
 
 def start(
@@ -95,27 +109,6 @@ def check_resume(args: Namespace, found: Path | None) -> None:
         settings.check_writable(path)
 
 
-def cannot_load(checkpoint: Path) -> ValueError:
-    """What to raise where a library cannot load a checkpoint."""
-    return ValueError(
-        f"The checkpoint {checkpoint} is damaged, of another model, or not seen by all "
-        "nodes: name another folder, or start without --resume."
-    )
-
-
-def check_global_batch(saved: int, now: int) -> None:
-    """Check that a run goes on with the global batch that its checkpoint was made with.
-
-    Raises:
-        ValueError: it is different.
-    """
-    if saved != now:
-        raise ValueError(
-            f"The checkpoint was trained with a global batch of {saved}, and now it is "
-            f"{now}: set --batch-size so that all workers and passes together make {saved}."
-        )
-
-
 def _under_torchrun(train: Callable, args: Namespace, backend: str | None) -> dict:
     import torch.distributed as dist
 
@@ -130,10 +123,10 @@ def _under_torchrun(train: Callable, args: Namespace, backend: str | None) -> di
 def _with_ray(train: Callable, args: Namespace, backend: str | None) -> dict:
     from utils.cluster import start_ray  # isort: split
 
-    from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    from utils.failures import NoRestartOnBadInput, what_to_mend
+    from utils.failures import NoRestartOnBadInput, in_a_sentence
     from utils.preflight import check_shared, use_gpu
 
     start_ray(args.num_workers)
@@ -154,7 +147,5 @@ def _with_ray(train: Callable, args: Namespace, backend: str | None) -> dict:
             callbacks=[NoRestartOnBadInput()],
         ),
     )
-    try:
+    with in_a_sentence():
         return trainer.fit().return_value
-    except TrainingFailedError as failure:
-        raise what_to_mend(failure) or failure from failure

@@ -78,6 +78,16 @@ def check_world_size(checkpoint: Path, world_size: int) -> None:
         )
 
 
+def nvme_is_ready(offload: list[dict]) -> bool:
+    """Whether DeepSpeed can offload to NVMe: its library is there, and the folders.
+
+    `offload` are sections of its configuration, "offload_param" and "offload_optimizer".
+    """
+    compatible = load_deepspeed().ops.__compatible_ops__
+    paths = [part["nvme_path"] for part in offload if "nvme_path" in part]
+    return bool(paths) and all(map(os.path.isdir, paths)) and compatible["async_io"]
+
+
 def zero_state_bytes(engine) -> memory.State:
     """Bytes of state that this rank holds for a DeepSpeed engine, its partition.
 

@@ -1,11 +1,10 @@
 """DeepSpeed's configuration file: read, completed from the command line, and checked."""
 
 import json
-import os
 from pathlib import Path
 
 from utils import settings
-from utils.zero import load_deepspeed
+from utils.zero import nvme_is_ready
 
 # What the command line decides where the file says "auto": its option and default.
 BY_COMMAND_LINE = {
@@ -82,13 +81,6 @@ def check_batch_size(config: dict, world_size: int) -> None:
             f"train on {per_pass} texts in each of {passes or 'their'} passes: leave out "
             "train_batch_size, or correct it."
         )
-
-
-def nvme_is_ready(offload: list[dict]) -> bool:
-    """Whether DeepSpeed can offload to NVMe: its library is there, and the folders."""
-    compatible = load_deepspeed().ops.__compatible_ops__
-    paths = [part["nvme_path"] for part in offload if "nvme_path" in part]
-    return bool(paths) and all(map(os.path.isdir, paths)) and compatible["async_io"]
 
 
 def _complete(config: dict, name: str, command_line: tuple) -> None:

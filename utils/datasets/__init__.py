@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 
 from utils.datasets.batches import share_of_batch
 from utils.datasets.downloaded import cifar10, fashion_mnist, mnist
-from utils.datasets.shards import write_shards
+from utils.datasets.shards import path_or_digits, write_shards
 from utils.datasets.shipped import digits, text
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "fashion_mnist",
     "load",
     "mnist",
+    "path_or_digits",
     "share_of_batch",
     "text",
     "write_shards",

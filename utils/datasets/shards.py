@@ -20,11 +20,29 @@ import torch
 from torch.nn import functional as F
 
 from utils.datasets.shipped import digits
+from utils.settings import storage_path
 
 SCHEMA = pa.schema([("id", pa.int64()), ("image", pa.binary()), ("label", pa.int64())])
 BATCH = 32  # images drawn at once, and rows of a Parquet row group: what is in memory
 
 LEFT_OVER_S = 3600  # nobody writes a file any more that has not grown for so long
+
+
+def path_or_digits(path: str | None, size_gb: float) -> tuple[str, str | None]:
+    """Where images to train on are, and, if there is no `path`, some to test with.
+
+    Then they are digits, written to folders in `storage_path()`: `size_gb` GB to train on,
+    and 2 MB of the test split.
+
+    Raises:
+        ValueError, OSError: as `write_shards` does.
+    """
+    if path:
+        return path, None
+    folder = storage_path() / "digits-224"
+    shards = write_shards(folder / f"train-{size_gb:g}GB", size_gb, 224, 128)
+    tests = write_shards(folder / "test", 0.002, 64, split="test")
+    return str(max(shards).parent), str(max(tests).parent)
 
 
 def write_shards(
