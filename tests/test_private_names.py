@@ -143,7 +143,7 @@ NAMES = {
             "ds_tensor",
         ),
         "test_masters_in_float32_are_counted_where_the_model_is_bf16": ("fp32_groups",),
-        "test_the_scripts_train_the_same_model": ("zero_optimization_stage",),
+        "test_what_zero_exports_is_what_its_ranks_hold": ("zero_optimization_stage",),
         "03-fsdp-deepspeed/03_*.ipynb": ("ds_shape",),
     },
     "nbval": {  # it has no documented Python interface

@@ -172,6 +172,25 @@ def test_a_full_disk_is_a_sentence_on_all_ranks_and_leaves_what_was_saved(tmp_pa
     assert not list(tmp_path.glob("*model.pt*"))
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_zero_exports_is_what_its_ranks_hold(stage, tmp_path):
+    """At stage 0 nothing is in partitions, and DeepSpeed's converter finds nothing."""
+
+    def save() -> int:
+        torch.manual_seed(0)
+        engine, script = build_zero(stage, 6), scripts.load(DEEPSPEED)
+        script.save_checkpoint(engine, 5, tmp_path)
+        script.export(engine, script.last_checkpoint(tmp_path), tmp_path / "model.pt")
+        return next(engine.module.parameters()).numel()
+
+    held = run_ranks(save, 2)[0]
+    expected = sharding.build_model(torch.float32).state_dict()
+    exported = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert held == (0 if stage == 3 else expected["tokens.weight"].numel())
+    assert exported.keys() == expected.keys()
+    assert all(torch.equal(exported[name], expected[name]) for name in expected)
+
+
 def test_a_full_disk_of_one_rank_ends_zero_with_a_sentence(tmp_path):
     """The others wait for it, and end with it, under every launcher."""
 
