@@ -87,15 +87,23 @@ def with_ddp(model):
     return DDP(model, **VIEW)
 
 
+def serve_in_a_thread() -> None:
+    """As Ray Train's workers do."""
+    thread = threading.Thread(target=serve, args=(int(sys.argv[2]), with_ddp))
+    thread.start()
+    thread.join()
+
+
 def main() -> None:
     """One rank of torchrun."""
     dist.init_process_group("gloo")
     if sys.argv[1] == "serve":
         serve(int(sys.argv[2]), with_ddp)
-    elif sys.argv[1] == "serve-in-a-thread":  # as Ray Train's workers do
-        thread = threading.Thread(target=serve, args=(int(sys.argv[2]), with_ddp))
-        thread.start()
-        thread.join()
+    elif sys.argv[1] == "serve-in-a-thread":
+        serve_in_a_thread()
+    elif sys.argv[1] == "serve-as-ray":
+        os.nice(15)  # Ray's default for workers
+        serve_in_a_thread()
     else:
         Loop(with_ddp).run(1)
         if dist.get_rank() == 0:
