@@ -178,6 +178,84 @@ def on_all_ranks(value):
     return value / dist.get_world_size()
 
 
+def my_batches(batches):
+    rank, n = dist.get_rank(), dist.get_world_size()
+    return [batch for number, batch in enumerate(batches) if number % n == rank]
+
+
+def all_batches(batches):
+    return list(batches)
+
+
+def but_the_first(batches):
+    rank, n = dist.get_rank(), dist.get_world_size()
+    return list(batches)[1 + rank :: n]
+
+
+def not_at_all(counts):
+    return counts[0] / counts[1]
+
+
+def mean_of_ranks(counts):
+    mean = counts[0] / counts[1] / dist.get_world_size()
+    dist.all_reduce(mean)
+    return mean
+
+
+def over_the_sums(counts):
+    dist.all_reduce(counts)
+    return counts[0] / counts[1]
+
+
+def accuracy(batches, mine=my_batches, reduce=over_the_sums):
+    counts = torch.zeros(2)  # right, all
+    for batch in mine(batches):
+        right = (batch["digit"] == batch["label"]).sum()
+        counts += torch.tensor([right, len(batch["label"])])
+    return reduce(counts).item()
+
+
+def sums_every_batch(batches):
+    return sum(accuracy([batch] * 3) for batch in my_batches(batches))
+
+
+def deals_from(start):
+    """The images from `start(seen, images)` on, dealt out to the ranks."""
+
+    def share(seen, images):
+        rank, n = dist.get_rank(), dist.get_world_size()
+        left = range(images)[start(seen, images) :]
+        return left[rank::n][: len(left) // n]
+
+    return share
+
+
+def unequal(seen, images):
+    return range(seen % images, images)[dist.get_rank() :: dist.get_world_size()]
+
+
+def pack():
+    return lambda *parts: [getattr(p, "state_dict", lambda p=p: p)() for p in parts]
+
+
+def unpack(model=True, optimizer=True, schedule=True, seen=None):
+    """Loads the parts that are not False."""
+
+    def load(state, *parts):
+        for part, saved, wanted in zip(parts, state, (model, optimizer, schedule)):
+            if wanted:
+                part.load_state_dict(saved)
+        return state[-1] if seen is None else seen
+
+    return load
+
+
+def from_rank_0(flag):
+    flags = torch.tensor(float(flag))
+    dist.broadcast(flags, src=0)
+    return flags.item() > 0
+
+
 def adamw(model, **options):
     return torch.optim.AdamW(model.parameters(), **options)
 
@@ -302,9 +380,27 @@ NAMED = {
     ],
     "workers that fit": [(8, "asks for two"), (2, "one node")],
     "epochs after failure": [(10, "not from the start"), (2, "was not finished")],
-    "your train_fn": [({"weight": 0.52, "bias": 1.0}, "rank 0 alone")],
+    "your train_fn": [
+        ({"weight": 0.52, "bias": 1.0}, "rank 0 alone"),
+        ({"weight": 1.72, "bias": 2.28}, "rank 1 alone"),
+        ({"weight": 0.52, "bias": 0.11}, "at x = 1 at 0.63"),
+        (None, "return something"),
+    ],
     "steps per worker": [(16, "drops it"), (62, "4 workers"), (250, "the rows")],
-    "safe buffer": [(64, "one batch")],
+    "each row once": [
+        (functools.partial(accuracy, mine=all_batches), "2 of them look at the same"),
+        (functools.partial(accuracy, reduce=not_at_all), "not the same"),
+        (
+            functools.partial(accuracy, reduce=mean_of_ranks),
+            "On 2 ranks it returns 0.560",
+        ),
+        (
+            functools.partial(accuracy, mine=but_the_first),
+            "none of them looks at batch 0",
+        ),
+        (sums_every_batch, "On 2 ranks, a rank stands in a collective"),
+        (lambda batches: print(end=""), "return a number"),
+    ],
     "label counts": [
         (
             lambda batch: {"counts": np.bincount(batch["label"], minlength=10)},
@@ -322,9 +418,26 @@ NAMED = {
     "stop together": [
         (lambda flag: flag, "another waits for it"),
         (lambda flag: True, "If no rank asks"),
+        (from_rank_0, "they end after [4, 4, 4]"),
     ],
-    "elastic batch": [
-        (lambda worlds, batch: [batch] * len(worlds), "Called with ([3, 2, 3], 32)")
+    "share what is left": [
+        (unequal, "get [4, 3] images"),
+        (lambda seen, images: range(seen, images), "trained twice"),
+        (deals_from(lambda seen, images: 0), "5 images seen, 12 per epoch: image 0 is"),
+        (
+            deals_from(lambda seen, images: seen),
+            "31 images seen, 12 per epoch: 5 images",
+        ),
+        (lambda seen, images: [], "12 images are left out"),
+    ],
+    "whole checkpoint": [
+        (
+            (pack(), unpack(schedule=False)),
+            "Step 2 after the restart has a learning rate of 0.005",
+        ),
+        ((pack(), unpack(seen=0)), "Images 96 and following come next; after"),
+        ((pack(), unpack(model=False)), "the weights are not those"),
+        ((pack(), unpack(optimizer=False)), "AdamW's averages are not those"),
     ],
     "workers on nodes": [(8, "on two nodes"), (2, "one node")],
     "all share": [(lambda folder: folder.exists(), "rank 0 elsewhere")],
@@ -468,6 +581,10 @@ def test_no_hint_is_the_answer(monkeypatch):
     answers = {"global batch": "256", "bytes per step": "78_227_590"}
     answers |= {"traffic saved": "7/8", "work lost": "4", "share": "//"}
     answers |= {"state of 70B": "4.375", "floor of stage 1": "280", "lowest stage": "1"}
+    answers |= {"seconds for 20 tasks": "5", "count after restart": "2"}
+    answers |= {"workers that fit": "4", "epochs after failure": "3"}
+    answers |= {"steps per worker": "15", "steps trained twice": "16"}
+    answers |= {"seconds between saves": "379", "seconds to spare": "6"}
     answers |= {"ZeRO-3 chart": "10", "traffic ratio": "1.5", "which row": "fsdp2"}
     for name, answer in answers.items():
         exercise = checks.EXERCISES[name]
@@ -500,20 +617,6 @@ def test_every_exercise_is_asked_and_solved(monkeypatch):
 
 # Mistakes that no sentence names; none may be called right.
 WRONG = {
-    "whole checkpoint": (
-        lambda model, optimizer, schedule, seen: {  # forgets the schedule
-            "model": model.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "seen": seen,
-        },
-        lambda state, model, optimizer, schedule: (
-            (
-                model.load_state_dict(state["model"]),
-                optimizer.load_state_dict(state["optimizer"]),
-            )
-            and state["seen"]
-        ),
-    ),
     "runtime env": lambda code, storage: {"working_dir": code},
 }
 
