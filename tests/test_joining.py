@@ -15,18 +15,36 @@ import psutil
 import pytest
 
 from tests import scripts
+from utils import nodes
 from utils.processes import free_port
 
 pytestmark = [pytest.mark.part02, pytest.mark.slow]
 
-RAY = Path(sys.executable).with_name("ray")
-JOIN = """
+RAY = [nodes.python(), "-m", "ray.scripts.scripts"]  # what `ray` is
+# Who has joined also finds the cluster's state and jobs, and so do the commands it starts.
+JOIN = f"""
+import os, subprocess
 from utils.cluster import start_ray
 start_ray(2)
 import ray
-actor = ray.remote(type("Actor", (), {"answer": lambda self: 42})).remote()
+from ray.job_submission import JobSubmissionClient
+from ray.util.state import list_nodes
+actor = ray.remote(type("Actor", (), {{"answer": lambda self: 42}})).remote()
 print("answers:", ray.get(actor.answer.remote()))
+(node,) = list_nodes()
+print("state:", node.node_id == ray.get_runtime_context().get_node_id())
+print("jobs:", JobSubmissionClient().get_address())
+listed = subprocess.check_output([*{RAY}, "list", "nodes"], text=True, timeout=60)
+print("command:", node.node_id in listed)
 """
+STALE = "http://127.0.0.1:9"  # of a Ray that is gone
+
+
+def assert_finds_all(done: subprocess.CompletedProcess, there: "Head") -> None:
+    assert done.returncode == 0, done.stderr
+    answers, state, jobs, command = done.stdout.splitlines()[-4:]
+    assert answers == "answers: 42" and state == "state: True"
+    assert jobs == f"jobs: {there.dashboard}" and command == "command: True"
 
 
 class Head(NamedTuple):
@@ -45,7 +63,7 @@ def head(home: Path, mode: str):
     user = scripts.environment() | {"HOME": str(home), "RAY_USAGE_STATS_ENABLED": "0"}
     ours = {"WORKSHOP_MODE": "smoke", "WORKSHOP_STORAGE": str(home / "storage")}
     port, dashboard = free_port(), free_port()
-    command = [RAY, "start", "--head", "--block", "--num-cpus=4", f"--port={port}"]
+    command = [*RAY, "start", "--head", "--block", "--num-cpus=4", f"--port={port}"]
     command += [f"--dashboard-port={dashboard}", "--dashboard-host=127.0.0.1"]
     command += ["--node-ip-address=127.0.0.1", f"--temp-dir=/tmp/ray-{port}"]
     with (home / "log").open("w") as log:
@@ -89,17 +107,33 @@ def run(command: list, there: Head, **environment) -> subprocess.CompletedProces
 
 
 def test_a_token_that_is_here_is_sent(protected):
-    done = run([sys.executable, "-c", JOIN], protected)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "answers: 42"
+    done = run([sys.executable, "-c", JOIN], protected, RAY_API_SERVER_ADDRESS=STALE)
+    assert_finds_all(done, protected)
 
 
 def test_an_open_cluster_is_joined_with_a_token_as_well(tmp_path):
     """Who ever started a Ray of their own has one."""
     with head(tmp_path / "home", "disabled") as there:
         done = run([sys.executable, "-c", JOIN], there)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "answers: 42"
+        assert_finds_all(done, there)
+
+
+NOT_JOINED = """
+import os
+from utils.cluster import start_ray
+try:
+    start_ray(2)
+except ConnectionError:
+    print(os.environ.get("RAY_API_SERVER_ADDRESS"))
+"""
+
+
+def test_who_has_not_joined_asks_whom_they_asked_before(protected, tmp_path):
+    none = {"HOME": str(tmp_path)}
+    first = run([sys.executable, "-c", NOT_JOINED], protected, **none)
+    none |= {"RAY_API_SERVER_ADDRESS": STALE}
+    second = run([sys.executable, "-c", NOT_JOINED], protected, **none)
+    assert (first.stdout, second.stdout) == ("None\n", f"{STALE}\n"), second.stderr
 
 
 def test_no_token_or_a_wrong_one_is_said(protected, tmp_path):
@@ -139,7 +173,7 @@ def test_a_request_without_a_token_is_refused(protected):
 
 def submit(there: Head, script: str, *arguments) -> list[str]:
     """Submit a script for one epoch; the lines that it printed, without colours."""
-    command = [RAY, "job", "submit", f"--address={there.dashboard}", *arguments, "--"]
+    command = [*RAY, "job", "submit", f"--address={there.dashboard}", *arguments, "--"]
     command += ["python", script, "--num-workers", "2", "--epochs", "1"]
     done = run([*command, "--batch-size", "256"], there, RAY_AUTH_MODE="token")
     assert done.returncode == 0, done.stdout + done.stderr

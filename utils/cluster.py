@@ -29,6 +29,8 @@ SPARE_CPUS = 2
 # Whether Ray uses this machine's address in the network, or 127.0.0.1; by its name, for
 # other systems than Linux, where 127.0.0.1 is the default.
 ON_NETWORK = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
+# Where the state API and the jobs API are, for this process and those that it starts.
+API_SERVER = "RAY_API_SERVER_ADDRESS"
 # What Ray reads when it starts; `processes` sets what it reads when it is imported.
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -87,6 +89,13 @@ def start_ray(
         )
     resources_per_worker = resources_per_worker or preflight.default_resources()
     preflight.check_fits(num_workers, resources_per_worker)
+
+
+def cluster_to_join() -> str | None:
+    """The address of the cluster that `start_ray` would join; None: it would start one."""
+    address = os.environ.get("RAY_ADDRESS")
+    address = address or ("auto" if preflight.is_autoscaling() else "local")
+    return None if address == "local" else address
 
 
 def _python() -> dict[str, str]:
@@ -152,9 +161,30 @@ def on_loopback() -> Iterator[None]:
         yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = constant
-        del os.environ[ON_NETWORK]  # `ray start` refuses to run with it
-        if variable is not None:
-            os.environ[ON_NETWORK] = variable
+        _set(ON_NETWORK, variable)  # `ray start` refuses to run with it
+
+
+@contextlib.contextmanager
+def api_server(address: str | None) -> Iterator[None]:
+    """While inside, what Ray starts asks the API server at host:port (None: as before).
+
+    Else ray.util.state, also in Ray's own processes, asks whatever Ray was last noted on
+    this machine: if that one is gone, the end of each fit waits 12 s for it.
+    """
+    before = os.environ.get(API_SERVER)
+    if address:
+        os.environ[API_SERVER] = f"http://{address}"
+    try:
+        yield
+    finally:
+        _set(API_SERVER, before)
+
+
+def _set(variable: str, value: str | None) -> None:
+    if value:
+        os.environ[variable] = value
+    else:
+        os.environ.pop(variable, None)
 
 
 def _is_on_loopback(address: str) -> bool:
@@ -177,8 +207,7 @@ def _connect(num_cpus: int, address: str | None, options: dict) -> str:
     """Start Ray with so many CPUs or more, or join one; the address of its dashboard."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    address = address or os.environ.get("RAY_ADDRESS")
-    address = address or ("auto" if preflight.is_autoscaling() else "local")
+    address = address or cluster_to_join() or "local"
     runtime_env = {}
     if address != "local":
         runtime_env |= _for_other_nodes()
@@ -195,14 +224,8 @@ def _connect(num_cpus: int, address: str | None, options: dict) -> str:
         defaults["dashboard_port"] = free_port(8265)  # Ray's own, or the next
     options = defaults | options
     options["runtime_env"] = _python() | options["runtime_env"]
-    if address == "local":
-        # For this process and those of Ray. Else ray.util.state asks whatever Ray was last
-        # noted on this machine: if that one is gone, the end of each fit waits 12 s for it.
-        os.environ["RAY_API_SERVER_ADDRESS"] = (
-            f"http://127.0.0.1:{options['dashboard_port']}"
-        )
-    else:
-        os.environ.pop("RAY_API_SERVER_ADDRESS", None)
+    # What Ray's processes inherit. A cluster that is joined says its own.
+    own = address == "local" and f"127.0.0.1:{options['dashboard_port']}"
     # A process per fit that waits for the notice that a cloud takes a node away. Nobody
     # takes this machine away; measured without it: 2.0 s less per fit on 2 cores.
     os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = str(int(address != "local"))
@@ -216,7 +239,7 @@ def _connect(num_cpus: int, address: str | None, options: dict) -> str:
                     raise AuthenticationError("no token")
                 _enable_token_auth()
         where = on_loopback() if _is_on_loopback(address) else contextlib.nullcontext()
-        with where:
+        with where, api_server(own):
             context = ray.init(**options)
     except AuthenticationError as error:
         raise _refused(address) from error
@@ -231,6 +254,7 @@ def _connect(num_cpus: int, address: str | None, options: dict) -> str:
             "address, or unset RAY_ADDRESS to start Ray on this machine."
         ) from None
     preflight.own_ray = address == "local"
+    _set(API_SERVER, context.dashboard_url and f"http://{context.dashboard_url}")
     logging.getLogger("ray.train").setLevel(logging.WARNING)
     logging.getLogger("ray.data").setLevel(logging.ERROR)  # else a plan per execution
     return f"http://{context.dashboard_url}" if context.dashboard_url else "off"

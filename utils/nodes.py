@@ -4,11 +4,19 @@ Each has a raylet and an object store of its own. What is told or done to a node
 Ray Train knows of it: so these functions return only then, and nobody has to wait more.
 """
 
+import atexit
+import functools
 import os
+import shlex
+import shutil
 import subprocess
+import sys
+import tempfile
 import time
+from pathlib import Path
+from unittest import mock
 
-from utils.cluster import ON_NETWORK, on_loopback
+from utils.cluster import ON_NETWORK, api_server, on_loopback
 
 import ray
 from ray import cluster_utils
@@ -23,8 +31,25 @@ class Cluster(cluster_utils.Cluster):
     """Nodes of Ray that listen on 127.0.0.1 alone."""
 
     def add_node(self, *args, **kwargs):
-        with on_loopback():
+        with on_loopback(), mock.patch.object(sys, "executable", python()):
             return super().add_node(*args, **kwargs)
+
+
+@functools.cache
+def python() -> str:
+    """This Python, by a path without a space until this process ends.
+
+    Ray starts some of its processes by a line for a shell, in which it does not quote the
+    path (ray/_private/runtime_env/context.py of Ray 2.60): with a space in it, there is
+    no node on which a job runs, and no `ray start --head`.
+    """
+    here = Path(sys.executable)
+    if shlex.quote(sys.executable) == sys.executable:
+        return sys.executable
+    folder = Path(tempfile.mkdtemp(prefix="workshop-python-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    (folder / "env").symlink_to(here.parent.parent)
+    return str(folder / "env" / here.parent.name / here.name)
 
 
 def start(count: int, workers: int = 1, head_cpus: int = 2) -> Cluster:
@@ -35,11 +60,10 @@ def start(count: int, workers: int = 1, head_cpus: int = 2) -> Cluster:
     """
     quick, port = {"health_check_period_ms": 500}, free_port(8265)
     head = {"num_cpus": head_cpus, "_system_config": quick, "dashboard_port": port}
-    # for Ray's processes: else some of them ask whatever Ray was last noted here
-    os.environ["RAY_API_SERVER_ADDRESS"] = f"http://127.0.0.1:{port}"
-    cluster = Cluster(initialize_head=True, head_node_args=head)
-    for _ in range(count):
-        cluster.add_node(num_cpus=workers, resources={"trainer": workers})
+    with api_server(f"127.0.0.1:{port}"):
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        for _ in range(count):
+            cluster.add_node(num_cpus=workers, resources={"trainer": workers})
     return cluster
 
 
