@@ -68,10 +68,10 @@ class Cluster(NamedTuple):
             assert started.poll() is None and time.time() < deadline, log.read_text()
             time.sleep(0.1)
 
-    def join(self, machine: Machine, **environment: str) -> None:
-        """Let a machine join with one CPU."""
+    def join(self, machine: Machine, num_cpus: int = 1, **environment: str) -> None:
+        """Let a machine join."""
         address = f"--address={self.head.address}:6379"
-        self.start(machine, address, "--num-cpus=1", **environment)
+        self.start(machine, address, f"--num-cpus={num_cpus}", **environment)
 
     def driver(self, command: list, **environment: str) -> subprocess.Popen:
         """Start a Python program on the head, in the root of this repository."""
@@ -91,7 +91,9 @@ class Cluster(NamedTuple):
 
 
 @contextlib.contextmanager
-def cluster(folder: Path, num_nodes: int, **environment: str) -> Iterator[Cluster]:
+def cluster(
+    folder: Path, num_nodes: int, num_cpus: int = 1, **environment: str
+) -> Iterator[Cluster]:
     """A head and some nodes, whose Ray starts with further variables, all at once."""
     shared, local = folder / "shared", folder / "local"
     for made in (shared, local, Path("/tmp/ray")):
@@ -104,7 +106,8 @@ def cluster(folder: Path, num_nodes: int, **environment: str) -> Iterator[Cluste
             found.start(made[0], *head, "--dashboard-host=127.0.0.1", **environment)
             with ThreadPoolExecutor() as threads:
                 joined = [
-                    threads.submit(found.join, m, **environment) for m in made[1:]
+                    threads.submit(found.join, m, num_cpus, **environment)
+                    for m in made[1:]
                 ]
                 [each.result() for each in joined]
             yield found
@@ -307,17 +310,22 @@ def test_a_job_waits_for_another_and_says_so(two_nodes):
     assert other.wait(60) == 0
 
 
-@pytest.mark.weekly
-@pytest.mark.parametrize("variables", [False, True])
-def test_every_script_is_submitted_as_a_job(two_nodes, variables):
+def scripts_of_two_parts() -> dict[str, Callable[[Path], list]]:
+    """What to type for a short run of each script, given a folder for it."""
     data = [scripts.TRAIN_RAY_DDP_WITH_RAY_DATA, "--num-workers", "1"]
     data += ["--smoke-test", "--num-epochs", "1", "--checkpoint-dir"]
-    for name, command in {
+    return {
         "ddp": train_ray_ddp,
         "data": lambda folder: [*data, folder],
         "fsdp2": lambda folder: part03("train_fsdp2.py", folder),
         "deepspeed": lambda folder: part03("train_deepspeed.py", folder),
-    }.items():
+    }
+
+
+@pytest.mark.weekly
+@pytest.mark.parametrize("variables", [False, True])
+def test_every_script_is_submitted_as_a_job(two_nodes, variables):
+    for name, command in scripts_of_two_parts().items():
         options = []
         if variables:
             brought = {"env_vars": {"WORKSHOP_STORAGE": str(two_nodes.shared / "job")}}
@@ -327,6 +335,39 @@ def test_every_script_is_submitted_as_a_job(two_nodes, variables):
         )
         out, _ = job.communicate(timeout=300)
         assert job.returncode == 0, out
+
+
+EXECUTE = """
+import sys
+from pathlib import Path
+from tests.notebooks.execution import execute
+
+for cell in execute(Path(sys.argv[1]), {}).cells:
+    print(*[output.get("text", "") for output in cell.get("outputs", [])])
+"""
+
+
+@pytest.mark.weekly
+def test_the_notebook_uses_a_cluster_that_is_there(tmp_path):
+    """Its first half, on nodes without this repository; the second starts its own Ray."""
+    notebook = scripts.ROOT / "02-ddp-pytorch-ray" / "06_more_than_one_machine.ipynb"
+    with cluster(tmp_path, 2, num_cpus=2) as there:
+        driver = there.driver(["-c", EXECUTE, notebook])
+        out, err = driver.communicate(timeout=600)
+    assert driver.returncode == 0, err
+    started = [line for line in out.splitlines() if line.startswith("Ray 2.")]
+    assert ":8265" in started[0] and ":8265" not in started[-2], started
+    assert "Proved: PACK took one node, and SPREAD two" in out
+    assert "'SENT': 'with the job', 'BEFORE': None" in out  # nobody has set it there
+    assert "storage path:  3 of 3 nodes" in out
+    assert "Proved: a job whose driver was killed is submitted again" in out
+
+
+@pytest.mark.weekly
+def test_every_script_is_a_driver(two_nodes):
+    for name, command in scripts_of_two_parts().items():
+        done = two_nodes.run(command(two_nodes.shared / f"driver-{name}"))
+        assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.weekly

@@ -60,6 +60,8 @@ def start(count: int, workers: int = 1, head_cpus: int = 2) -> Cluster:
     """
     quick, port = {"health_check_period_ms": 500}, free_port(8265)
     head = {"num_cpus": head_cpus, "_system_config": quick, "dashboard_port": port}
+    # Where another Ray has this one, no job could be submitted here.
+    head["dashboard_agent_listen_port"] = free_port(52365)
     with api_server(f"127.0.0.1:{port}"):
         cluster = Cluster(initialize_head=True, head_node_args=head)
         for _ in range(count):

@@ -79,6 +79,17 @@ def train(config):
         dist.all_reduce(torch.ones(1))  # all ranks
 
 
+def large_rows(count: int):
+    """A dataset with a block of 50 MiB per row; it says how much of it is spilled."""
+    import numpy as np
+    import ray
+
+    # else Ray Data does not ask where its blocks are, and counts none of them
+    ray.data.DataContext.get_current().enable_get_object_locations_for_metrics = True
+    rows = ray.data.range(count, override_num_blocks=count)
+    return rows.map_batches(lambda _: {"row": np.zeros((1, 50 * 2**20), np.uint8)})
+
+
 def trouble() -> dict[str, float]:
     """All four, one after the other; when each began, in seconds since 1970."""
     from utils.cluster import start_ray  # isort: split
@@ -115,7 +126,7 @@ def trouble() -> dict[str, float]:
     kept = [ray.put(np.zeros(50 * 2**20, np.uint8)) for _ in range(6)]
     time.sleep(15)
     began["spilled"] = time.time()
-    kept += [ray.put(np.zeros(50 * 2**20, np.uint8)) for _ in range(8)]
+    kept.append(large_rows(8).materialize())  # all of its blocks at once
     time.sleep(15)
     began["nodes"] = time.time()
     cluster.remove_node(trainers[1], allow_graceful=False)
