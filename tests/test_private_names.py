@@ -50,6 +50,7 @@ NAMES = {
     },
     "ray": {
         "02-ddp-pytorch-ray/06_*.ipynb": (
+            "ray._private.runtime_env.packaging",
             "ray._private.runtime_env.packaging.GCS_STORAGE_MAX_SIZE",
             "ray._private.utils.get_system_memory",
             "ray._private.utils.get_used_memory",
