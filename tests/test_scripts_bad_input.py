@@ -168,6 +168,7 @@ SPOILT = {
 
 @BOTH
 @pytest.mark.parametrize("how", SPOILT)
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 def test_a_checkpoint_that_does_not_fit(path, how, tmp_path, monkeypatch):
     file = tmp_path / "checkpoint.pt"
     file.write_bytes(SPOILT[how])

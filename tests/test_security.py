@@ -144,6 +144,7 @@ class RunsCode:
         return os.mkdir, (str(self.file),)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_which_checkpoints_run_code_when_they_are_loaded(tmp_path):
     """cluster/SECURITY.md says so: not torch.load as here, but DCP's, and DeepSpeed's."""
     from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import (

@@ -268,6 +268,7 @@ def test_what_cannot_be_resumed_from_is_said(tmp_path):
         )
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_mistake_of_ours_is_no_damaged_checkpoint(tmp_path, monkeypatch):
     """It keeps its own error, and so its traceback."""
 
