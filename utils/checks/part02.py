@@ -43,6 +43,7 @@ def _shares(all_share, folders: list[str]) -> bool:
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
+    dist.barrier()  # else one that sends nothing may be gone before the others meet it
     said = all_share(Path(folders[dist.get_rank()]))
     dist.destroy_process_group()
     return said

@@ -75,6 +75,7 @@ def _sent_and_held(wrap) -> tuple[float, float]:
 
     model, parameters, texts = _small_gpt()
     dist.init_process_group("gloo")
+    dist.barrier()  # else one that sends nothing may be gone before the others meet it
     model = wrap(model, dist.init_device_mesh("cpu", (2,)))
     optimizer = AdamW(model.parameters())
     with comms.count_comms() as counted:

@@ -162,4 +162,5 @@ def _join(seconds: float = TIMEOUT_S) -> tuple[int, int]:
     import torch.distributed as dist
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
+    dist.barrier()  # else one that sends nothing may be gone before the others meet it
     return dist.get_rank(), dist.get_world_size()

@@ -50,6 +50,7 @@ def _two_steps(prepare: Callable) -> tuple[float | None, float, float]:
         return GPT(SMOKE)
 
     dist.init_process_group("gloo")
+    dist.barrier()  # else one that sends nothing may be gone before the others meet it
     tokens = torch.randint(SMOKE.vocab_size, (4, SMOKE.block_size))
     model, alone = build(), build()
     before = [p.detach().clone() for p in model.parameters()]
@@ -119,6 +120,7 @@ def _save(folder: Path) -> tuple[dict, dict]:
     from torch.distributed.checkpoint import state_dict as sd
 
     dist.init_process_group("gloo")
+    dist.barrier()  # else one that sends nothing may be gone before the others meet it
     torch.manual_seed(1)
     model, optimizer = _sharded()
     model(torch.ones(2, 64).long()).square().mean().backward()
@@ -133,6 +135,7 @@ def _resume(load: Callable, folder: Path) -> tuple[dict, dict]:
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
+    dist.barrier()  # else one that sends nothing may be gone before the others meet it
     torch.manual_seed(2)  # other weights than those that were saved
     model, optimizer = _sharded()
     load(model, optimizer, folder)
