@@ -80,7 +80,8 @@ def started() -> tuple[str, dict]:
     return first, json.loads(last)
 
 
-def test_one_line_with_the_dashboard_on_this_machine_only(started):
+def test_one_line_says_where_the_dashboard_is(started):
+    """tests/test_security.py looks at where it listens, which Ray does not say."""
     assert "Dashboard: http://127.0.0.1:" in started[0]
 
 
