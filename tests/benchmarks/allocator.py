@@ -11,9 +11,10 @@ from tests.benchmarks.ratios import Ratio, interleave, ratio
 from tests.benchmarks.rows import Row
 
 PAIRS = 24
-# in bytes, as glibc's variables; `utils.processes` sets both to 1 GiB
+# In bytes, as glibc's variables; `utils.processes` sets both to 1 GiB. Whoever sets one
+# ends glibc's adjusting of both (mallopt(3)).
 OTHER_SETTINGS = {
-    "no trimming alone (blocks from 128 KiB on are mapped, until one is freed)": {
+    "no trimming alone (that ends adjusting: blocks from 128 KiB on stay mapped)": {
         "MALLOC_TRIM_THRESHOLD_": str(1 << 30)
     },
     "no mapping alone (what is free above 128 KiB is given back)": {
@@ -63,8 +64,7 @@ def rows() -> list[Row]:
             "why it was 0.90 before row 14: the same loop under torchrun, in a thread (as "
             "Ray Train runs it) over the main thread, both as glibc comes",
             in_thread,
-            f"{said_thread}: glibc trims the heap of the main thread after every step, "
-            "and hardly those of others",
+            f"{said_thread}: of the main thread's memory glibc hands back more",
         ),
         printed(
             1,
