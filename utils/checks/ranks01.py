@@ -4,12 +4,10 @@ torch is imported where it is needed: `utils.checks` is imported by every notebo
 """
 
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
+from utils.checks.ranks import join, stands_still
 from utils.launch import run_ranks
-
-TIMEOUT_S = 20  # of a collective: far longer than any of these takes
 
 
 def averages_at_once(average: Callable) -> bool | str:
@@ -33,7 +31,7 @@ def _average(average: Callable) -> tuple[str, int]:
 
     from utils.comms import count_comms
 
-    rank, n = _join()
+    rank, n = join()
     model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2))
     sizes = [p.numel() for p in model.parameters()]
     base = torch.arange(1.0, 1.0 + sum(sizes)).split(sizes)  # no number twice
@@ -73,7 +71,7 @@ def _accumulate(backward_in_parts: Callable) -> tuple[float, int]:
 
     from utils.comms import count_comms
 
-    rank, _ = _join()
+    rank, _ = join()
     torch.manual_seed(0)
     x, y = torch.randn(12, 6), torch.randint(0, 4, (12,))
     plain = torch.nn.Linear(6, 4)
@@ -147,20 +145,11 @@ def ends_on_all_ranks(mean_over_ranks: Callable) -> bool | str:
 def _call(mean_over_ranks: Callable) -> Any:
     import torch
 
-    rank, _ = _join(seconds=5)
+    rank, _ = join(seconds=5)
     try:
         result = mean_over_ranks(torch.tensor([rank + 1.0]))
-    except RuntimeError as error:  # gloo's: the others are elsewhere, or have ended
-        if "Timed out" in str(error) or "by peer" in str(error):
+    except RuntimeError as error:
+        if stands_still(error):
             return "stands still"
         raise
     return result if result is None else float(result)
-
-
-def _join(seconds: float = TIMEOUT_S) -> tuple[int, int]:
-    """Join the process group of this run; returns rank and world size."""
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
-    dist.barrier()  # else one that sends nothing may be gone before the others meet it
-    return dist.get_rank(), dist.get_world_size()

@@ -4,8 +4,8 @@ torch is imported where it is needed: `utils.checks` is imported by every notebo
 """
 
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 
+from utils.checks.ranks import join, stands_still
 from utils.launch import run_ranks
 
 LABELS = (3, 3, 3, 3, 1)  # rows of each batch of a stream; the last is shorter
@@ -55,7 +55,7 @@ def _accuracy_of_stream(accuracy: Callable) -> tuple[float | None, list[int]] | 
     """On a rank: what it returns of the stream, and the batches that it looked at."""
     import torch
 
-    _join(seconds=5)
+    join(seconds=5)
     batches = [
         _Watched(
             label=torch.zeros(rows, dtype=torch.long),
@@ -66,7 +66,7 @@ def _accuracy_of_stream(accuracy: Callable) -> tuple[float | None, list[int]] | 
     try:
         said = accuracy(iter(batches))
     except RuntimeError as error:
-        if _waits(error):
+        if stands_still(error):
             return "stands still"
         raise
     looked_at = [number for number, batch in enumerate(batches) if batch.looked_at]
@@ -135,7 +135,7 @@ def _interrupted_and_undisturbed(pack: Callable, unpack: Callable) -> tuple:
         found = part.state_dict()
         return [*found.values()] if "state" not in found else [*_averages(found)]
 
-    _join()
+    join()
     run = start()
     train(*run, 0)
     seen = 3 * 16 * dist.get_world_size()
@@ -191,7 +191,7 @@ def _problem(shares: tuple[list[int], ...], left: list[int]) -> str | None:
 
 
 def _shares_at(share: Callable, positions: tuple) -> list[list[int]]:
-    _join()
+    join()
     return [[int(image) for image in share(*position)] for position in positions]
 
 
@@ -215,7 +215,7 @@ def _steps_until(anyone: Callable, asked: list[list[bool]]) -> int | str:
     import torch
     import torch.distributed as dist
 
-    _join(seconds=5)
+    join(seconds=5)
     steps = 0
     try:
         for flag in asked[dist.get_rank()]:
@@ -224,23 +224,7 @@ def _steps_until(anyone: Callable, asked: list[list[bool]]) -> int | str:
             if anyone(flag):
                 break
     except RuntimeError as error:
-        if _waits(error):
+        if stands_still(error):
             return "stands still"
         raise
     return steps
-
-
-def _waits(error: RuntimeError) -> bool:
-    """Whether it is gloo's: the others are elsewhere, or have ended."""
-    return "Timed out" in str(error) or "by peer" in str(error)
-
-
-def _join(seconds: float = 20) -> None:
-    """Join the process group of this run; ends once all ranks are there.
-
-    Else one that has nothing to send might be gone before the others have found it.
-    """
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
-    dist.barrier()

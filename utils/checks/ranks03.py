@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from utils.checks.ranks import join
 from utils.launch import run_ranks
 
 
@@ -49,8 +50,7 @@ def _two_steps(prepare: Callable) -> tuple[float | None, float, float]:
         torch.manual_seed(0)
         return GPT(SMOKE)
 
-    dist.init_process_group("gloo")
-    dist.barrier()  # else one that sends nothing may be gone before the others meet it
+    join()
     tokens = torch.randint(SMOKE.vocab_size, (4, SMOKE.block_size))
     model, alone = build(), build()
     before = [p.detach().clone() for p in model.parameters()]
@@ -115,12 +115,10 @@ def _whole(model, optimizer) -> tuple[dict, dict]:
 
 def _save(folder: Path) -> tuple[dict, dict]:
     import torch
-    import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint import state_dict as sd
 
-    dist.init_process_group("gloo")
-    dist.barrier()  # else one that sends nothing may be gone before the others meet it
+    join()
     torch.manual_seed(1)
     model, optimizer = _sharded()
     model(torch.ones(2, 64).long()).square().mean().backward()
@@ -132,10 +130,8 @@ def _save(folder: Path) -> tuple[dict, dict]:
 
 def _resume(load: Callable, folder: Path) -> tuple[dict, dict]:
     import torch
-    import torch.distributed as dist
 
-    dist.init_process_group("gloo")
-    dist.barrier()  # else one that sends nothing may be gone before the others meet it
+    join()
     torch.manual_seed(2)  # other weights than those that were saved
     model, optimizer = _sharded()
     load(model, optimizer, folder)
