@@ -9,11 +9,14 @@ import functools
 import os
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 from utils.cluster import ON_NETWORK, api_server, on_loopback
@@ -30,9 +33,17 @@ WORKER = {"CPU": 1, "trainer": 1}
 class Cluster(cluster_utils.Cluster):
     """Nodes of Ray that listen on 127.0.0.1 alone."""
 
+    client_server: subprocess.Popen | None = None
+
     def add_node(self, *args, **kwargs):
         with on_loopback(), mock.patch.object(sys, "executable", python()):
             return super().add_node(*args, **kwargs)
+
+    def shutdown(self) -> None:
+        if self.client_server:
+            self.client_server.kill()
+            self.client_server.wait(30)
+        super().shutdown()
 
 
 @functools.cache
@@ -111,6 +122,69 @@ def wait_until_gone(cluster: Cluster, node) -> None:
     kill(cluster, node)
 
 
+def ray_client(cluster: Cluster) -> str:
+    """Start a server for Ray Client beside the head; returns ray://127.0.0.1:...
+
+    What `ray start --head` starts is a door, which forks such a server for each program
+    that connects. Here is the server alone, for one program: the fork failed in three of
+    nine connections on two busy cores (Ray 2.60), and each time that took half a minute.
+    """
+    port = free_port(10001)
+    command = [python(), "-m", "ray.util.client.server", f"--address={cluster.address}"]
+    command += ["--host=127.0.0.1", f"--port={port}", "--mode=specific-server"]
+    with on_loopback():
+        cluster.client_server = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+    _wait(lambda: _listens(port), "Ray Client's server does not listen")
+    return f"ray://127.0.0.1:{port}"
+
+
+def machine(
+    address: str = "", cpus: int = 1, env: dict[str, str] | None = None
+) -> tuple[subprocess.Popen, str]:
+    """A node in a process of its own, which knows only what is in `env`.
+
+    Without an address it is a head. Returns the process and the cluster's address. The
+    node ends when the process's stdin is closed (`communicate` does that), and so if this
+    process dies.
+
+    Raises:
+        RuntimeError: the node could not start; the last line of its error.
+    """
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            [python(), "-m", "utils.nodes", str(cpus), address],
+            # a node that is refused tries once more, not for twenty seconds
+            env=(env or {}) | ({"RAY_NUM_REDIS_GET_RETRIES": "2"} if address else {}),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+        too_late = threading.Timer(100, process.kill)
+        too_late.start()
+        found = process.stdout.readline().strip()  # empty if it has ended
+        too_late.cancel()
+        if not found:
+            process.communicate(timeout=30)
+            errors.seek(0)
+            raise RuntimeError((errors.read().strip() or "killed").splitlines()[-1])
+    return process, found
+
+
+def _join(address: str, cpus: int) -> Cluster:
+    """A cluster that another process has started, with one more node."""
+    cluster = Cluster()
+    cluster.head_node, cluster.redis_address = (
+        SimpleNamespace(gcs_address=address),
+        address,
+    )
+    cluster.add_node(wait=False, num_cpus=cpus)
+    cluster.head_node = None  # not ours to end
+    return cluster
+
+
 def stop(cluster: Cluster) -> None:
     """Leave the cluster and end all its nodes."""
     ray.shutdown()
@@ -132,9 +206,22 @@ def _tell_ray_train(expected: int) -> None:
     ray.get(its_list.get_reserved_resources.remote("", recompute=True))
 
 
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 def _wait(until, problem: str, seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not until():
         if time.monotonic() > deadline:
             raise TimeoutError(f"After {seconds} s {problem}: {ray.nodes()}")
         time.sleep(0.1)
+
+
+if __name__ == "__main__":  # of `machine`
+    own_cpus, joins = int(sys.argv[1]), sys.argv[2]
+    own = _join(joins, own_cpus) if joins else start(0, head_cpus=own_cpus)
+    print(joins or own.address, flush=True)
+    sys.stdin.read()
+    own.shutdown()
