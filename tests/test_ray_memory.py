@@ -1,7 +1,10 @@
 """Which growth of memory counts; how it is sampled is tested in test_streaming.py."""
 
+from types import SimpleNamespace
+
 import pytest
 
+from utils import ray_memory
 from utils.ray_memory import Sample, growth
 
 pytestmark = pytest.mark.part02
@@ -14,3 +17,15 @@ def test_a_process_that_starts_is_not_growth_and_one_that_keeps_data_is():
     before = samples({1: 100, 2: 130}, {1: 110, 2: 130, 3: 130})
     assert growth(before, samples({1: 105, 2: 130, 4: 130}, {1: 105, 2: 131})) == -4
     assert growth(before, samples({1: 105, 2: 130, 4: 130}, {1: 300, 2: 131})) == 191
+
+
+@pytest.mark.parametrize(("limit", "used"), [(1000, 700), (500, 60)])
+def test_memory_in_use_is_that_of_the_machine_or_of_its_container(
+    monkeypatch, limit, used
+):
+    machine = SimpleNamespace(total=1000, available=300)
+    monkeypatch.setattr(ray_memory.psutil, "virtual_memory", lambda: machine)
+    monkeypatch.setattr(ray_memory, "get_system_memory", lambda: limit)
+    monkeypatch.setattr(ray_memory, "get_used_memory", lambda: 60)  # as Ray counts
+    assert ray_memory.used_memory() == used
+    assert ray_memory.share_of_memory(used) == used / limit
