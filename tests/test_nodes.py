@@ -213,7 +213,7 @@ def wait_until(true: Callable[[], object], run: Run | None = None) -> None:
     while not true():
         assert run is None or run.process.poll() is None, run.end()
         assert time.time() < deadline
-        time.sleep(0.1)
+        time.sleep(0.2)
 
 
 def has_checkpoint(folder: Path) -> bool:
@@ -262,10 +262,13 @@ def waited(two_nodes) -> dict[str, Run]:
     sent = {"working_dir": ".", "py_modules": ["utils"]}
     file = shared / "runtime-env.json"
     file.write_text(json.dumps(sent | {"env_vars": variables(shared / "its-own")}))
+    one_worker = ["--num-workers", "1"]  # each has a node: they train side by side
     runs = {
         "driver": two_nodes.driver(train_ray_ddp(shared / "driver")),
-        "ddp": two_nodes.submit(train_ray_ddp(shared / "ddp", "--epochs", "1")),
-        "fsdp2": two_nodes.submit(part03("train_fsdp2.py", shared / "fsdp2")),
+        "ddp": two_nodes.submit(train_ray_ddp(shared / "ddp", *one_worker)),
+        "fsdp2": two_nodes.submit(
+            part03("train_fsdp2.py", shared / "fsdp2", *one_worker)
+        ),
         "fsdp2, variables": two_nodes.submit(brings, None, f"--runtime-env={file}"),
     }
     for run in runs.values():
