@@ -109,6 +109,7 @@ def protected(heads):
 def run(command: list, there: Head, **environment) -> subprocess.CompletedProcess:
     """As that user, with the cluster's address, and short of patience."""
     known = {"RAY_ADDRESS": there.address, "RAY_gcs_rpc_server_connect_timeout_s": "2"}
+    known["RAY_NUM_REDIS_GET_RETRIES"] = "3"  # not 20, a second apart
     return subprocess.run(
         command,
         cwd=scripts.ROOT,
