@@ -6,6 +6,7 @@ that trains nothing; the others have one CPU each, and not this repository.
 
 import contextlib
 import json
+import re
 import subprocess
 import sys
 import time
@@ -429,3 +430,95 @@ def test_eight_nodes_start_train_and_end(tmp_path):
         assert len(running) > 16
     _, left = psutil.wait_procs(running, timeout=30)  # the kernel takes a moment
     assert not left
+
+
+def listed(terminal: "Terminal") -> set[str]:
+    """The nodes that `ray status` lists."""
+    return set(re.findall("node_[0-9a-f]+", terminal.type("ray status")))
+
+
+PAGE = scripts.ROOT / "02-ddp-pytorch-ray" / "cluster" / "README.md"
+
+
+def steps(page: str, names: dict[str, str]) -> list[list[list[str]]]:
+    """The commands of the page's machines, by step and block, with an operator's names."""
+    section = page.partition("\n## Machines of your own\n")[2].partition("\n## ")[0]
+    for written, name in names.items():
+        assert written in section
+        section = section.replace(written, name)
+    found = re.split(r"^\*\*\d\. ", section, flags=re.MULTILINE)[1:]
+    blocks = [re.findall(r"```bash\n(.*?)```", step, re.DOTALL) for step in found]
+    assert all("Check: " in step for step in found)
+    return [[block.splitlines() for block in step] for step in blocks]
+
+
+class Terminal:
+    """A shell on a machine, in the repository, of a user who has set nothing yet."""
+
+    def __init__(self, machine: Machine, home: Path):
+        variables = {"HOME": str(home), "RAY_USAGE_STATS_ENABLED": "0"}
+        self._shell = subprocess.Popen(
+            machine.command(["bash"], scripts.ROOT),
+            env=variables
+            | {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def type(self, *commands: str, fails: bool = False) -> str:
+        """Type one after another, each of which ends well (or fails); what they print."""
+        lines = []
+        for command in commands:
+            self._shell.stdin.write(f"{command}\nprintf '\\nended %s\\n' $?\n")
+            self._shell.stdin.flush()
+            while not (line := self._shell.stdout.readline()).startswith("ended "):
+                assert line, "the shell has ended"
+                lines.append(line)
+            assert (line != "ended 0\n") == fails, f"{command}\n{''.join(lines)}"
+        return "".join(lines)
+
+
+@pytest.mark.weekly
+def test_the_operators_page_is_followed_from_nothing_to_a_finished_run(tmp_path):
+    """Its commands as written, on two machines whose host names mean 127.0.0.1."""
+    home, shared, ray = tmp_path / "home", tmp_path / "shared", Path("/tmp/ray")
+    for folder in (home, shared, ray):
+        folder.mkdir(exist_ok=True)
+    names = {"10.0.0.1": "10.77.0.1", "10.0.0.2": "10.77.0.2"}
+    token, first, others, run, end = steps(
+        PAGE.read_text(), names | {"/mnt/workshop": str(shared)}
+    )
+    with machines(2, [home, ray], []) as made:
+        head, other = terminals = [Terminal(machine, home) for machine in made]
+        generate, everywhere = token
+        head.type(*generate)
+        head.type(f"cp ~/.ray/auth_token {shared}/token")  # a stick between machines
+        other.type(f"install -D -m 600 {shared}/token ~/.ray/auth_token")
+        sums = {terminal.type(*everywhere).strip() for terminal in terminals}
+        assert len(sums) == 1 and re.fullmatch(r"[0-9a-f]{64}  -", sums.pop())
+
+        start, request = first
+        head.type(*start)
+        wait_until(lambda: len(listed(head)) == 1)
+        assert head.type(*request).strip() == "401"
+
+        join, again = others
+        other.type(*join)
+        wait_until(lambda: len(listed(head)) == 2)
+        before = listed(head)
+        assert head.type('getent hosts "$(hostname)"').startswith("127.")
+        other.type(*again)
+        wait_until(lambda: len(listed(head)) == 2 and listed(head) != before)
+
+        (submit,) = run
+        said = head.type(*submit)
+        assert [f"epoch {n}: loss" in said for n in (1, 2, 3)] == [True] * 3, said
+        assert "Trained. The last checkpoint is in " in said and "succeeded" in said
+        assert all("train_ray_ddp" in each.type(f"ls {shared}") for each in terminals)
+
+        assert end == [] and "Type `ray stop` on every machine." in PAGE.read_text()
+        for terminal in (other, head):
+            terminal.type("ray stop")
+        head.type("ray status", fails=True)
