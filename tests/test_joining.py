@@ -8,6 +8,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -74,10 +75,10 @@ def head(home: Path, mode: str):
             stderr=subprocess.STDOUT,
         )
     try:
-        for _ in range(60):
-            if "Ray runtime started" in (home / "log").read_text():
-                break
-            time.sleep(1)
+        deadline = time.monotonic() + 60
+        while "Ray runtime started" not in (said := (home / "log").read_text()):
+            assert started.poll() is None and time.monotonic() < deadline, said
+            time.sleep(0.1)
         yield Head(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}", user)
     finally:
         family = [started, *psutil.Process(started.pid).children(recursive=True)]
@@ -88,14 +89,27 @@ def head(home: Path, mode: str):
 
 
 @pytest.fixture(scope="module")
-def protected(tmp_path_factory):
-    with head(tmp_path_factory.mktemp("protected") / "home", "token") as found:
-        yield found
+def heads(tmp_path_factory):
+    """One that asks for a token, and one that does not; they start side by side."""
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor() as threads:
+        asked = [
+            threads.submit(
+                stack.enter_context, head(tmp_path_factory.mktemp(mode) / "home", mode)
+            )
+            for mode in ("token", "disabled")
+        ]
+        yield [each.result() for each in asked]
+
+
+@pytest.fixture(scope="module")
+def protected(heads):
+    return heads[0]
 
 
 def run(command: list, there: Head, **environment) -> subprocess.CompletedProcess:
     """As that user, with the cluster's address, and short of patience."""
     known = {"RAY_ADDRESS": there.address, "RAY_gcs_rpc_server_connect_timeout_s": "2"}
+    known["RAY_NUM_REDIS_GET_RETRIES"] = "3"  # not 20, a second apart
     return subprocess.run(
         command,
         cwd=scripts.ROOT,
@@ -106,16 +120,13 @@ def run(command: list, there: Head, **environment) -> subprocess.CompletedProces
     )
 
 
-def test_a_token_that_is_here_is_sent(protected):
-    done = run([sys.executable, "-c", JOIN], protected, RAY_API_SERVER_ADDRESS=STALE)
-    assert_finds_all(done, protected)
-
-
-def test_an_open_cluster_is_joined_with_a_token_as_well(tmp_path):
-    """Who ever started a Ray of their own has one."""
-    with head(tmp_path / "home", "disabled") as there:
-        done = run([sys.executable, "-c", JOIN], there)
-        assert_finds_all(done, there)
+def test_a_token_that_is_here_is_sent(heads):
+    """To an open cluster as well: who ever started a Ray of their own has one."""
+    python, stale = [sys.executable, "-c", JOIN], {"RAY_API_SERVER_ADDRESS": STALE}
+    with ThreadPoolExecutor() as threads:
+        joined = threads.map(lambda there: run(python, there, **stale), heads)
+        for there, done in zip(heads, joined, strict=True):
+            assert_finds_all(done, there)
 
 
 NOT_JOINED = """
@@ -129,26 +140,31 @@ except ConnectionError:
 
 
 def test_who_has_not_joined_asks_whom_they_asked_before(protected, tmp_path):
-    none = {"HOME": str(tmp_path)}
-    first = run([sys.executable, "-c", NOT_JOINED], protected, **none)
-    none |= {"RAY_API_SERVER_ADDRESS": STALE}
-    second = run([sys.executable, "-c", NOT_JOINED], protected, **none)
-    assert (first.stdout, second.stdout) == ("None\n", f"{STALE}\n"), second.stderr
+    cases = [{}, {"RAY_API_SERVER_ADDRESS": STALE}]
+    python, none = [sys.executable, "-c", NOT_JOINED], {"HOME": str(tmp_path)}
+    with ThreadPoolExecutor() as threads:
+        done = [
+            *threads.map(lambda case: run(python, protected, **none, **case), cases)
+        ]
+    assert [d.stdout for d in done] == ["None\n", f"{STALE}\n"], done[1].stderr
 
 
 def test_no_token_or_a_wrong_one_is_said(protected, tmp_path):
-    none = run([sys.executable, "-c", JOIN], protected, HOME=str(tmp_path))
-    wrong = run([sys.executable, "-c", JOIN], protected, RAY_AUTH_TOKEN="2" * 64)
-    mode = {"HOME": str(tmp_path), "RAY_AUTH_MODE": "token"}
-    missing = run([sys.executable, "-c", JOIN], protected, **mode)
-    for done, what in (
-        (none, "there is none here"),
-        (wrong, "the one in RAY_AUTH_TOKEN is not its"),
-        (missing, "there is none here"),
-    ):
-        last = done.stderr.splitlines()[-1]
-        asks = f"The Ray cluster at RAY_ADDRESS={protected.address} asks for a token"
-        assert f"{asks}, and {what}: run `ray get-auth-token` on its head" in last
+    nobody, mode = {"HOME": str(tmp_path)}, {"RAY_AUTH_MODE": "token"}
+    cases = [
+        ("there is none here", nobody),
+        ("there is none here", nobody | mode),
+        ("the one in RAY_AUTH_TOKEN is not its", {"RAY_AUTH_TOKEN": "2" * 64}),
+    ]
+    python = [sys.executable, "-c", JOIN]
+    with ThreadPoolExecutor() as threads:
+        ended = threads.map(lambda case: run(python, protected, **case[1]), cases)
+        for (what, _), done in zip(cases, ended, strict=True):
+            last = done.stderr.splitlines()[-1]
+            asks = (
+                f"The Ray cluster at RAY_ADDRESS={protected.address} asks for a token"
+            )
+            assert f"{asks}, and {what}: run `ray get-auth-token` on its head" in last
 
 
 @pytest.mark.weekly

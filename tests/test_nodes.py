@@ -6,6 +6,7 @@ that trains nothing; the others have one CPU each, and not this repository.
 
 import contextlib
 import json
+import re
 import subprocess
 import sys
 import time
@@ -32,6 +33,19 @@ HEALTH = {"health_check_period_ms": 500, "health_check_timeout_ms": 1000}
 HIDDEN = [
     path for path in scripts.ROOT.iterdir() if path.is_dir() and path.name != ".venv"
 ]
+
+
+class Run(NamedTuple):
+    """A command on the head that goes on by itself, and the files with what it says."""
+
+    process: subprocess.Popen
+    out: Path
+    err: Path
+
+    def end(self, timeout: int = 200) -> tuple[int, str, str]:
+        """Wait for its end; its exit status, and what it said."""
+        code = self.process.wait(timeout)
+        return code, self.out.read_text(), self.err.read_text()
 
 
 class Cluster(NamedTuple):
@@ -73,21 +87,31 @@ class Cluster(NamedTuple):
         address = f"--address={self.head.address}:6379"
         self.start(machine, address, f"--num-cpus={num_cpus}", **environment)
 
-    def driver(self, command: list, **environment: str) -> subprocess.Popen:
-        """Start a Python program on the head, in the root of this repository."""
-        return subprocess.Popen(
-            self.head.command([sys.executable, *command], scripts.ROOT),
-            env=self.environment | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    def begin(self, command: list, folder: Path | str, **environment: str) -> Run:
+        """Start a command on the head, in a folder."""
+        name = self.shared / f"command-{time.time_ns()}"
+        out, err = name.with_suffix(".out"), name.with_suffix(".err")
+        with out.open("w") as stdout, err.open("w") as stderr:
+            process = subprocess.Popen(
+                self.head.command(command, folder),
+                env=self.environment | environment,
+                stdout=stdout,
+                stderr=stderr,
+            )
+        return Run(process, out, err)
 
-    def run(self, command: list, **environment: str) -> subprocess.CompletedProcess:
-        """The same, to its end."""
-        driver = self.driver(command, **environment)
-        out, err = driver.communicate(timeout=200)
-        return subprocess.CompletedProcess(command, driver.returncode, out, err)
+    def driver(self, command: list, **environment: str) -> Run:
+        """Start a Python program on the head, in the root of this repository."""
+        return self.begin([sys.executable, *command], scripts.ROOT, **environment)
+
+    def submit(self, entrypoint: list, env_vars: dict | None = None, *options) -> Run:
+        """Submit a Python program as a job, with variables, and follow it to its end."""
+        command = [*RAY, "job", "submit", "--address=http://127.0.0.1:8265", *options]
+        if env_vars:
+            brought = json.dumps({"env_vars": env_vars})
+            command.append(f"--runtime-env-json={brought}")
+        command += ["--", sys.executable, *entrypoint]
+        return self.begin(command, scripts.ROOT)
 
 
 @contextlib.contextmanager
@@ -142,13 +166,6 @@ def part03(script: str, folder: Path, *arguments: str) -> list[str]:
     return [*command, "--checkpoint-dir", folder, *arguments]
 
 
-@pytest.fixture(scope="module")
-def undisturbed(two_nodes) -> tuple[Path, subprocess.CompletedProcess]:
-    """The folder of a run in which nothing happens, and how that ended."""
-    folder = two_nodes.shared / "undisturbed"
-    return folder, two_nodes.run(train_ray_ddp(folder))
-
-
 IMPORTS = """
 import sys
 from pathlib import Path
@@ -166,22 +183,13 @@ print(ray.get(ray.remote(num_cpus=1)(folder).remote()))
 
 def test_utils_is_sent_to_nodes_that_lack_it(two_nodes):
     """With ray.init alone, as a control, nothing is sent."""
-    sent = two_nodes.run(["-c", IMPORTS, "with"])
-    assert sent.returncode == 0, sent.stderr
-    assert "py_modules_files" in sent.stdout.splitlines()[-1]
-    lacks = two_nodes.run(["-c", IMPORTS, "without"])
-    assert "ImportError: cannot import name 'models' from 'utils'" in lacks.stderr
-
-
-def test_a_run_on_two_nodes_is_one_line_per_epoch(undisturbed):
-    _, done = undisturbed
-    assert done.returncode == 0, done.stderr
-    started, *epochs, trained = done.stdout.splitlines()
-    assert started.startswith("Ray 2.") and "with 3 node(s), 2 logical CPUs" in started
-    assert len(epochs) == 2 and all("loss" in line for line in epochs)
-    assert "ip=10.77.0." in epochs[0]
-    assert trained.startswith("Trained. The last checkpoint is in ")
-    assert done.stderr == ""
+    sends, lacks = (
+        two_nodes.driver(["-c", IMPORTS, how]) for how in ("with", "without")
+    )
+    code, out, err = sends.end()
+    assert code == 0, err
+    assert "py_modules_files" in out.splitlines()[-1]
+    assert "ImportError: cannot import name 'models' from 'utils'" in lacks.end()[2]
 
 
 @pytest.mark.parametrize(
@@ -193,21 +201,20 @@ def test_a_run_on_two_nodes_is_one_line_per_epoch(undisturbed):
     ids=["train_ray_ddp.py", "train_fsdp2.py"],
 )
 def test_a_folder_that_nodes_do_not_share_is_said(two_nodes, command):
-    done = two_nodes.run(command(two_nodes.local / "run"))
-    assert done.returncode == 1
-    (said,) = done.stderr.splitlines()
+    code, _, err = two_nodes.driver(command(two_nodes.local / "run")).end()
+    assert code == 1
+    (said,) = err.splitlines()
     assert f"{two_nodes.local}/run is not shared: node(s) 10.77.0." in said
     assert "Name a folder that all nodes mount." in said
 
 
-def wait_until(true: Callable[[], object], driver: subprocess.Popen | None = None):
-    """Wait until `true()`; a driver may not end before. Returns what `true` returned."""
+def wait_until(true: Callable[[], object], run: Run | None = None) -> None:
+    """Wait until `true()`; a command may not end before."""
     deadline = time.time() + 120
-    while not (found := true()):
-        assert driver is None or driver.poll() is None, driver.communicate(timeout=30)
+    while not true():
+        assert run is None or run.process.poll() is None, run.end()
         assert time.time() < deadline
         time.sleep(0.2)
-    return found
 
 
 def has_checkpoint(folder: Path) -> bool:
@@ -223,53 +230,6 @@ def same_weights(folder: Path, other: Path) -> bool:
     )
 
 
-ALIVE = """
-import ray
-ray.init(logging_level="ERROR")
-print(*[node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]])
-"""
-
-
-def submit(there: Cluster, entrypoint: list, *options: str) -> subprocess.Popen:
-    """Submit a job on the head, and follow it until it ends."""
-    command = [*RAY, "job", "submit", "--address=http://127.0.0.1:8265", *options, "--"]
-    return subprocess.Popen(
-        there.head.command([*command, sys.executable, *entrypoint], scripts.ROOT),
-        env=there.environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def test_a_job_loses_its_driver_and_then_a_node(two_nodes, undisturbed):
-    """Resubmitted, it goes on; a node cut off comes back; the weights are the same."""
-    folder, node = two_nodes.shared / "job", two_nodes.nodes[1]
-    entrypoint = train_ray_ddp(folder)
-    killed = submit(two_nodes, entrypoint)
-    wait_until(lambda: has_checkpoint(folder), killed)
-    (driver,) = [
-        process
-        for process in two_nodes.head.processes(str(scripts.TRAIN_RAY_DDP))
-        if process.cmdline()[1] == str(scripts.TRAIN_RAY_DDP)  # not what has sent it
-    ]
-    driver.kill()
-    out, _ = killed.communicate(timeout=100)
-    assert killed.returncode == 1 and "epoch 2" not in out, out
-
-    again = submit(two_nodes, [*entrypoint, "--resume"])
-    wait_until(lambda: node.processes("RayTrainWorker"), again)
-    node.cut()
-    wait_until(lambda: node.address not in two_nodes.run(["-c", ALIVE]).stdout, again)
-    node.plug()  # its raylet learns that it counts as lost, and ends
-    wait_until(lambda: not node.processes("raylet/raylet"), again)
-    two_nodes.join(node)
-    out, _ = again.communicate(timeout=200)
-    assert again.returncode == 0, out
-    assert "epoch 2:" in out and "epoch 1:" not in out
-    assert same_weights(folder, undisturbed[0])
-
-
 HOLD = """
 import sys, time
 from pathlib import Path
@@ -281,33 +241,119 @@ Path(sys.argv[1]).touch()
 while Path(sys.argv[1]).exists():
     time.sleep(0.1)
 """
+WAITS = "Of the cluster's 2 CPU, 0 are free: this run waits until other jobs"
 
 
-def test_a_job_waits_for_another_and_says_so(two_nodes):
-    """A script of part 03, which brings its own variables and `utils`."""
-    holds, storage = two_nodes.shared / "holds", two_nodes.shared / "its-own"
-    program = two_nodes.shared / "hold.py"
+def variables(folder: Path) -> dict[str, str]:
+    """What a job may bring along."""
+    return {"WORKSHOP_MODE": "smoke", "WORKSHOP_STORAGE": str(folder)}
+
+
+@pytest.fixture(scope="module")
+def waited(two_nodes) -> dict[str, Run]:
+    """Runs that begin while a job holds both nodes, and go on one after another."""
+    shared = two_nodes.shared
+    program, holds = shared / "hold.py", shared / "holds"
     program.write_text(HOLD)
-    other = submit(two_nodes, [program, holds])
+    other = two_nodes.submit([program, holds])
     wait_until(holds.exists, other)
 
-    variables = {"WORKSHOP_MODE": "smoke", "WORKSHOP_STORAGE": str(storage)}
-    brought = {"env_vars": variables, "py_modules": ["utils"]}
-    script = part03("train_fsdp2.py", storage / "fsdp2")
-    script[0] = script[0].relative_to(scripts.ROOT)
-    options = ["--working-dir=.", f"--runtime-env-json={json.dumps(brought)}"]
-    job = submit(two_nodes, script, *options)
-    lines = []
-    waits = "Of the cluster's 2 CPU, 0 are free: this run waits until other jobs"
-    for line in job.stdout:
-        lines.append(line)
-        if waits in line:
-            holds.unlink()  # ends the other one
-    assert job.wait(30) == 0, "".join(lines)
-    assert not holds.exists(), "".join(lines)
-    assert [line for line in lines if line.startswith("steps 1 to 10: last loss")]
-    assert (storage / "fsdp2" / "step-000010" / ".metadata").exists()
-    assert other.wait(60) == 0
+    brings = part03("train_fsdp2.py", shared / "its-own" / "fsdp2")
+    brings[0] = brings[0].relative_to(scripts.ROOT)  # in what it brings, too
+    sent = {"working_dir": ".", "py_modules": ["utils"]}
+    file = shared / "runtime-env.json"
+    file.write_text(json.dumps(sent | {"env_vars": variables(shared / "its-own")}))
+    one_worker = ["--num-workers", "1"]  # each has a node: they train side by side
+    runs = {
+        "driver": two_nodes.driver(train_ray_ddp(shared / "driver")),
+        "ddp": two_nodes.submit(train_ray_ddp(shared / "ddp", *one_worker)),
+        "fsdp2": two_nodes.submit(
+            part03("train_fsdp2.py", shared / "fsdp2", *one_worker)
+        ),
+        "fsdp2, variables": two_nodes.submit(brings, None, f"--runtime-env={file}"),
+    }
+    for run in runs.values():
+        wait_until(lambda run=run: WAITS in run.out.read_text(), run)
+    holds.unlink()  # ends the other one
+    assert other.end()[0] == 0
+    return runs
+
+
+def test_a_run_on_two_nodes_is_one_line_per_epoch(waited):
+    code, out, err = waited["driver"].end()
+    assert code == 0, err
+    started, waits, *epochs, trained = out.splitlines()
+    assert started.startswith("Ray 2.") and "with 3 node(s), 2 logical CPUs" in started
+    assert waits.startswith(WAITS)
+    assert len(epochs) == 2 and all("loss" in line for line in epochs)
+    assert "ip=10.77.0." in epochs[0]
+    assert trained.startswith("Trained. The last checkpoint is in ")
+    assert err == ""
+
+
+def test_a_script_is_a_job_without_variables(two_nodes, waited):
+    """One of each part; each has waited for another job, and said so."""
+    code, out, _ = waited["ddp"].end()
+    assert code == 0 and "epoch 1: loss" in out and "Trained." in out, out
+    assert list((two_nodes.shared / "ddp").rglob("checkpoint.pt"))
+    code, out, _ = waited["fsdp2"].end()
+    assert code == 0 and "\nsteps 1 to 10: last loss" in out, out
+    assert (two_nodes.shared / "fsdp2" / "step-000010" / ".metadata").exists()
+
+
+def test_a_script_is_a_job_with_variables(two_nodes, waited):
+    """One of part 03, which brings `utils` too; that of part 02 loses a node besides."""
+    code, out, _ = waited["fsdp2, variables"].end()
+    assert code == 0 and "\nsteps 1 to 10: last loss" in out, out
+    folder = two_nodes.shared / "its-own"
+    assert (folder / "fsdp2" / "step-000010" / ".metadata").exists()
+    assert list(folder.glob("run-*"))  # what Ray Train writes
+
+
+GONE = """
+import sys, time
+import ray
+ray.init(logging_level="ERROR")
+there = lambda: {n["NodeManagerAddress"] for n in ray.nodes() if n["Alive"]}
+assert sys.argv[1] in there()
+print("watches", flush=True)
+while sys.argv[1] in there():
+    time.sleep(0.1)
+"""
+
+
+def test_a_job_loses_its_driver_and_then_a_node(two_nodes, waited):
+    """Resubmitted, it goes on; a node cut off comes back; the weights are the same."""
+    folder, node = two_nodes.shared / "job", two_nodes.nodes[1]
+    assert waited["driver"].end()[0] == 0
+    entrypoint = train_ray_ddp(folder)
+    killed = two_nodes.submit(entrypoint, variables(two_nodes.shared / "storage"))
+    wait_until(lambda: has_checkpoint(folder), killed)
+    (driver,) = [
+        process
+        for process in two_nodes.head.processes(str(scripts.TRAIN_RAY_DDP))
+        if process.cmdline()[1] == str(scripts.TRAIN_RAY_DDP)  # not what has sent it
+    ]
+    driver.kill()
+    driver.wait(30)
+    again = two_nodes.submit(
+        [*entrypoint, "--resume"], variables(two_nodes.shared / "storage")
+    )
+    watch = two_nodes.driver(["-c", GONE, node.address])
+    code, out, _ = killed.end()
+    assert code == 1 and "epoch 2" not in out, out
+
+    wait_until(lambda: "watches" in watch.out.read_text(), watch)
+    wait_until(lambda: node.processes("RayTrainWorker"), again)
+    node.cut()
+    assert watch.end()[0] == 0
+    node.plug()  # its raylet learns that it counts as lost, and ends
+    wait_until(lambda: not node.processes("raylet/raylet"), again)
+    two_nodes.join(node)
+    code, out, _ = again.end()
+    assert code == 0, out
+    assert "epoch 2:" in out and "epoch 1:" not in out
+    assert same_weights(folder, two_nodes.shared / "driver")
 
 
 def scripts_of_two_parts() -> dict[str, Callable[[Path], list]]:
@@ -323,18 +369,13 @@ def scripts_of_two_parts() -> dict[str, Callable[[Path], list]]:
 
 
 @pytest.mark.weekly
-@pytest.mark.parametrize("variables", [False, True])
-def test_every_script_is_submitted_as_a_job(two_nodes, variables):
+@pytest.mark.parametrize("brings", [False, True])
+def test_every_script_is_submitted_as_a_job(two_nodes, brings):
     for name, command in scripts_of_two_parts().items():
-        options = []
-        if variables:
-            brought = {"env_vars": {"WORKSHOP_STORAGE": str(two_nodes.shared / "job")}}
-            options = [f"--runtime-env-json={json.dumps(brought)}"]
-        job = submit(
-            two_nodes, command(two_nodes.shared / f"{name}{variables}"), *options
-        )
-        out, _ = job.communicate(timeout=300)
-        assert job.returncode == 0, out
+        folder = two_nodes.shared / f"{name}{brings}"
+        env_vars = variables(two_nodes.shared / "storage") if brings else None
+        code, out, _ = two_nodes.submit(command(folder), env_vars).end(300)
+        assert code == 0, out
 
 
 EXECUTE = """
@@ -352,9 +393,8 @@ def test_the_notebook_uses_a_cluster_that_is_there(tmp_path):
     """Its first half, on nodes without this repository; the second starts its own Ray."""
     notebook = scripts.ROOT / "02-ddp-pytorch-ray" / "06_more_than_one_machine.ipynb"
     with cluster(tmp_path, 2, num_cpus=2) as there:
-        driver = there.driver(["-c", EXECUTE, notebook])
-        out, err = driver.communicate(timeout=600)
-    assert driver.returncode == 0, err
+        code, out, err = there.driver(["-c", EXECUTE, notebook]).end(600)
+    assert code == 0, err
     started = [line for line in out.splitlines() if line.startswith("Ray 2.")]
     assert ":8265" in started[0] and ":8265" not in started[-2], started
     assert "Proved: PACK took one node, and SPREAD two" in out
@@ -366,15 +406,15 @@ def test_the_notebook_uses_a_cluster_that_is_there(tmp_path):
 @pytest.mark.weekly
 def test_every_script_is_a_driver(two_nodes):
     for name, command in scripts_of_two_parts().items():
-        done = two_nodes.run(command(two_nodes.shared / f"driver-{name}"))
-        assert done.returncode == 0, done.stderr
+        code, _, err = two_nodes.driver(command(two_nodes.shared / f"d-{name}")).end()
+        assert code == 0, err
 
 
 @pytest.mark.weekly
 def test_host_names_that_mean_127_are_said(tmp_path):
     with cluster(tmp_path, 2, GLOO_SOCKET_IFNAME="") as there:
-        done = there.run(train_ray_ddp(there.shared / "run"))
-    assert "set GLOO_SOCKET_IFNAME on every node" in done.stderr.splitlines()[-1]
+        _, _, err = there.driver(train_ray_ddp(there.shared / "run")).end()
+    assert "set GLOO_SOCKET_IFNAME on every node" in err.splitlines()[-1]
 
 
 @pytest.mark.weekly
@@ -382,11 +422,103 @@ def test_eight_nodes_start_train_and_end(tmp_path):
     with cluster(tmp_path, 8) as there:
         command = part03("train_fsdp2.py", there.shared / "run", "--batch-size", "2")
         command[command.index("--num-workers") + 1] = "8"
-        done = there.run(command)
-        assert done.returncode == 0, done.stderr
-        assert "with 9 node(s), 8 logical CPUs" in done.stdout
+        code, out, err = there.driver(command).end()
+        assert code == 0, err
+        assert "with 9 node(s), 8 logical CPUs" in out
         machines_of_it = [there.head, *there.nodes]
         running = [p for machine in machines_of_it for p in machine.processes("ray")]
         assert len(running) > 16
     _, left = psutil.wait_procs(running, timeout=30)  # the kernel takes a moment
     assert not left
+
+
+def listed(terminal: "Terminal") -> set[str]:
+    """The nodes that `ray status` lists."""
+    return set(re.findall("node_[0-9a-f]+", terminal.type("ray status")))
+
+
+PAGE = scripts.ROOT / "02-ddp-pytorch-ray" / "cluster" / "README.md"
+
+
+def steps(page: str, names: dict[str, str]) -> list[list[list[str]]]:
+    """The commands of the page's machines, by step and block, with an operator's names."""
+    section = page.partition("\n## Machines of your own\n")[2].partition("\n## ")[0]
+    for written, name in names.items():
+        assert written in section
+        section = section.replace(written, name)
+    found = re.split(r"^\*\*\d\. ", section, flags=re.MULTILINE)[1:]
+    blocks = [re.findall(r"```bash\n(.*?)```", step, re.DOTALL) for step in found]
+    assert all("Check: " in step for step in found)
+    return [[block.splitlines() for block in step] for step in blocks]
+
+
+class Terminal:
+    """A shell on a machine, in the repository, of a user who has set nothing yet."""
+
+    def __init__(self, machine: Machine, home: Path):
+        variables = {"HOME": str(home), "RAY_USAGE_STATS_ENABLED": "0"}
+        self._shell = subprocess.Popen(
+            machine.command(["bash"], scripts.ROOT),
+            env=variables
+            | {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def type(self, *commands: str, fails: bool = False) -> str:
+        """Type one after another, each of which ends well (or fails); what they print."""
+        lines = []
+        for command in commands:
+            self._shell.stdin.write(f"{command}\nprintf '\\nended %s\\n' $?\n")
+            self._shell.stdin.flush()
+            while not (line := self._shell.stdout.readline()).startswith("ended "):
+                assert line, "the shell has ended"
+                lines.append(line)
+            assert (line != "ended 0\n") == fails, f"{command}\n{''.join(lines)}"
+        return "".join(lines)
+
+
+@pytest.mark.weekly
+def test_the_operators_page_is_followed_from_nothing_to_a_finished_run(tmp_path):
+    """Its commands as written, on two machines whose host names mean 127.0.0.1."""
+    home, shared, ray = tmp_path / "home", tmp_path / "shared", Path("/tmp/ray")
+    for folder in (home, shared, ray):
+        folder.mkdir(exist_ok=True)
+    names = {"10.0.0.1": "10.77.0.1", "10.0.0.2": "10.77.0.2"}
+    token, first, others, run, end = steps(
+        PAGE.read_text(), names | {"/mnt/workshop": str(shared)}
+    )
+    with machines(2, [home, ray], []) as made:
+        head, other = terminals = [Terminal(machine, home) for machine in made]
+        generate, everywhere = token
+        head.type(*generate)
+        head.type(f"cp ~/.ray/auth_token {shared}/token")  # a stick between machines
+        other.type(f"install -D -m 600 {shared}/token ~/.ray/auth_token")
+        sums = {terminal.type(*everywhere).strip() for terminal in terminals}
+        assert len(sums) == 1 and re.fullmatch(r"[0-9a-f]{64}  -", sums.pop())
+
+        start, request = first
+        head.type(*start)
+        wait_until(lambda: len(listed(head)) == 1)
+        assert head.type(*request).strip() == "401"
+
+        join, again = others
+        other.type(*join)
+        wait_until(lambda: len(listed(head)) == 2)
+        before = listed(head)
+        assert head.type('getent hosts "$(hostname)"').startswith("127.")
+        other.type(*again)
+        wait_until(lambda: len(listed(head)) == 2 and listed(head) != before)
+
+        (submit,) = run
+        said = head.type(*submit)
+        assert [f"epoch {n}: loss" in said for n in (1, 2, 3)] == [True] * 3, said
+        assert "Trained. The last checkpoint is in " in said and "succeeded" in said
+        assert all("train_ray_ddp" in each.type(f"ls {shared}") for each in terminals)
+
+        assert end == [] and "Type `ray stop` on every machine." in PAGE.read_text()
+        for terminal in (other, head):
+            terminal.type("ray stop")
+        head.type("ray status", fails=True)
