@@ -130,3 +130,18 @@ def test_data_that_only_some_nodes_have_are_refused(started, tmp_path, monkeypat
 
 def read_only(*_):
     raise OSError(30, "Read-only file system")
+
+
+def test_a_run_that_waits_says_so_once(monkeypatch, capsys):
+    """Not every minute with a traceback, as Ray Train does by default."""
+    held = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
+    monkeypatch.setenv(held, "")  # so that it is as before after this test
+    monkeypatch.delenv(held)
+    monkeypatch.setattr(preflight.ray, "nodes", lambda: [])
+    monkeypatch.setattr(preflight.ray, "cluster_resources", lambda: {"CPU": 2.0})
+    for free, waits in ((2.0, False), (1.0, True)):
+        found = {"CPU": free}
+        monkeypatch.setattr(preflight.ray, "available_resources", lambda f=found: f)
+        preflight._say_if_waiting({"CPU": 2})
+        assert ("1 are free: this run waits" in capsys.readouterr().out) == waits
+        assert (held in os.environ) == waits

@@ -80,6 +80,8 @@ def _say_if_waiting(needed: dict[str, float]) -> None:
                 f"Of the cluster's {there[name]:g} {name}, {free.get(name, 0):g} are free: "
                 f"this run waits until other jobs have given back enough to make {n:g}."
             )
+            # else Ray Train writes a traceback for every minute that its workers wait
+            os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "3600")
 
 
 def check_shared(*folders: str | Path) -> None:
