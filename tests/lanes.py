@@ -16,12 +16,25 @@ STARTS_RAY = re.compile(
     r"start_ray\(|nodes\.start\(|Cluster\(|TRAIN_RAY|train_ray_ddp|--num-workers|doctor"
 )
 ELSEWHERE = {"test_nodes.py"}  # its Rays are on machines of their own
+STARTS_NONE = {  # the pattern is in them, as a text or a name
+    *("test_benchmarks.py", "test_environment.py", "test_gpu.py", "test_manifests.py"),
+    *(
+        "test_mistakes.py",
+        "test_notebooks.py",
+        "test_project_files.py",
+        "test_setup.py",
+    ),
+    *("test_scripts_agree.py", "test_scripts_bad_input.py", "test_tiers.py"),
+    "test_training_scripts.py",
+}
 
 
 @cache
 def starts_ray(path: Path) -> bool:
     """Whether a file of tests, or a notebook, may start one on this machine."""
-    return path.name not in ELSEWHERE and bool(STARTS_RAY.search(path.read_text()))
+    if path.name in ELSEWHERE | STARTS_NONE:
+        return False
+    return bool(STARTS_RAY.search(path.read_text()))
 
 
 class Lanes(LoadScopeScheduling):
