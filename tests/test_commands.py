@@ -132,7 +132,8 @@ def test_lab_serves_the_first_notebook():
 
 
 def status(url: str) -> int:
-    for _ in range(100):
+    deadline = time.time() + 120
+    while time.time() < deadline:
         try:
             with urllib.request.urlopen(url, timeout=30) as answer:
                 return answer.status
