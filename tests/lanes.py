@@ -15,6 +15,7 @@ from xdist.scheduler import LoadScopeScheduling
 STARTS_RAY = re.compile(
     r"start_ray\(|nodes\.start\(|Cluster\(|TRAIN_RAY|train_ray_ddp|--num-workers|doctor"
 )
+NAMES_RAY = re.compile(r"(?<![a-z])ray(?![a-z])", re.IGNORECASE)
 ELSEWHERE = {"test_nodes.py"}  # its Rays are on machines of their own
 STARTS_NONE = {  # the pattern is in them, as a text or a name
     *("test_benchmarks.py", "test_environment.py", "test_gpu.py", "test_manifests.py"),
@@ -26,6 +27,9 @@ STARTS_NONE = {  # the pattern is in them, as a text or a name
     ),
     *("test_scripts_agree.py", "test_scripts_bad_input.py", "test_tiers.py"),
     "test_training_scripts.py",
+}
+SOME_START_RAY = {  # those tests of them that have it in their names
+    *("test_full_disk.py", "test_processes.py", "test_sharding_checkpoints.py"),
 }
 
 
@@ -41,8 +45,12 @@ class Lanes(LoadScopeScheduling):
     """A lane for Ray, and for each other file one; the longest comes first."""
 
     def _split_scope(self, nodeid: str) -> str:
-        path = nodeid.partition("::")[0]
-        return "Ray" if starts_ray(self.config.rootpath / path) else path
+        file, _, test = nodeid.partition("::")
+        path = self.config.rootpath / file
+        waits = (
+            NAMES_RAY.search(test) if path.name in SOME_START_RAY else starts_ray(path)
+        )
+        return "Ray" if waits else file
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,6 +1,7 @@
 """The commands of the README: `make lab` serves, `make tour` prints, none is untested."""
 
 import ast
+import contextlib
 import os
 import re
 import signal
@@ -9,6 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 import nbformat
@@ -100,48 +102,54 @@ def test_what_a_test_says_to_run_is_there(command):
 
 
 @pytest.mark.runs("make lab")
-def test_lab_serves_the_first_notebook():
+def test_lab_serves_the_first_notebook(tmp_path):
     if Path(sys.prefix) != notebooks.ROOT / ".venv":
         pytest.skip("make lab needs the .venv of this repository")
     port = f"--ServerApp.port={free_port()}"
     command = ["make", "lab", f"LAB_ARGS=--no-browser {port}"]
-    job = subprocess.Popen(
-        command,
-        cwd=notebooks.ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    log = tmp_path / "log"
+    with log.open("w") as output:
+        job = subprocess.Popen(
+            command,
+            cwd=notebooks.ROOT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def wait_for(answer: Callable):
+        deadline = time.monotonic() + 120
+        while (found := answer()) is None:
+            assert job.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+        return found
+
     try:
-        address = None
-        while not address:
-            line = job.stdout.readline()
-            assert line, "JupyterLab ended"
-            address = re.search(r"http://127\.0\.0\.1:\d+/lab\S*token=\w+", line)
+        printed = re.compile(r"http://127\.0\.0\.1:\d+/lab\S*token=\w+")
+        address = wait_for(lambda: printed.search(log.read_text()))
         page, token = address[0].split("?token=")
         assert page.endswith("/01-ddp-pytorch-only/01_data_parallelism_by_hand.ipynb")
-        assert status(f"{page}?token={token}") == 200
+        # printed already, it may not listen yet
+        assert wait_for(lambda: status(f"{page}?token={token}")) == 200
         server = page.split("/lab")[0]
         assert status(f"{server}/api/kernels") == 403  # the token is on
         assert status(f"{server}/api/kernels?token={token}") == 200
     finally:
-        os.killpg(job.pid, signal.SIGTERM)
+        with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+            os.killpg(job.pid, signal.SIGTERM)
         job.wait(timeout=30)
-        job.stdout.close()
 
 
-def status(url: str) -> int:
-    deadline = time.time() + 120
-    while time.time() < deadline:
-        try:
-            with urllib.request.urlopen(url, timeout=30) as answer:
-                return answer.status
-        except urllib.error.HTTPError as error:
-            return error.code
-        except urllib.error.URLError:  # printed already, and not listening yet
-            time.sleep(0.1)
-    raise TimeoutError(url)
+def status(url: str) -> int | None:
+    """The status of a server's answer; None if nobody listens."""
+    try:
+        with urllib.request.urlopen(url, timeout=30) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
+    except urllib.error.URLError:
+        return None
 
 
 @pytest.fixture

@@ -78,8 +78,8 @@ def kill_one(job: subprocess.Popen, workers: Callable, saved: Callable) -> str:
 @pytest.mark.parametrize(
     ("script", "launcher", "workers"),
     [
-        pytest.param(FSDP2, [], workers_of_ray, id="FSDP2"),
-        pytest.param(DEEPSPEED, TORCHRUN, psutil.Process.children, id="ZeRO"),
+        pytest.param(FSDP2, [], workers_of_ray, id="FSDP2, Ray"),
+        pytest.param(DEEPSPEED, TORCHRUN, psutil.Process.children, id="ZeRO, torchrun"),
     ],
 )
 def test_killed_workers_change_nothing(script, launcher, workers, tmp_path):
