@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -70,8 +71,16 @@ def test_bad_input_gets_one_sentence(path, what, complaint, tmp_path, monkeypatc
     assert os.listdir() == ["file"]  # nothing written, nothing lost
 
 
+@pytest.fixture
+def proxies_anew():
+    """urllib keeps the proxies that its first request has found, for the whole process."""
+    urllib.request.install_opener(None)
+    yield
+    urllib.request.install_opener(None)
+
+
 @BOTH
-def test_no_network_is_said(path, complaint, monkeypatch, tmp_path):
+def test_no_network_is_said(path, complaint, monkeypatch, tmp_path, proxies_anew):
     monkeypatch.setenv("WORKSHOP_STORAGE", str(tmp_path))
     for name in ("http_proxy", "https_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody listens there
