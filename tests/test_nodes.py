@@ -166,6 +166,21 @@ def part03(script: str, folder: Path, *arguments: str) -> list[str]:
     return [*command, "--checkpoint-dir", folder, *arguments]
 
 
+ONE_WORKER = ["--num-workers", "1"]  # two such runs train side by side
+
+
+def with_data(folder: Path) -> list[str]:
+    """What to type for an epoch of one worker; the other node's CPU reads."""
+    command = [scripts.TRAIN_RAY_DDP_WITH_RAY_DATA, *ONE_WORKER, "--smoke-test"]
+    return [*command, "--num-epochs", "1", "--checkpoint-dir", folder]
+
+
+SCRIPTS: dict[str, Callable[[Path], list]] = {
+    "ddp": train_ray_ddp,
+    "data": with_data,
+    "fsdp2": lambda folder: part03("train_fsdp2.py", folder),
+    "deepspeed": lambda folder: part03("train_deepspeed.py", folder),
+}
 IMPORTS = """
 import sys
 from pathlib import Path
@@ -177,35 +192,9 @@ def folder():
     return models.__file__
 
 start_ray(2) if sys.argv[1] == "with" else ray.init()
-print(ray.get(ray.remote(num_cpus=1)(folder).remote()))
+there = {f"node:{sys.argv[2]}": 0.001}  # takes no CPU, of which another job has all
+print(ray.get(ray.remote(num_cpus=0, resources=there)(folder).remote()))
 """
-
-
-def test_utils_is_sent_to_nodes_that_lack_it(two_nodes):
-    """With ray.init alone, as a control, nothing is sent."""
-    sends, lacks = (
-        two_nodes.driver(["-c", IMPORTS, how]) for how in ("with", "without")
-    )
-    code, out, err = sends.end()
-    assert code == 0, err
-    assert "py_modules_files" in out.splitlines()[-1]
-    assert "ImportError: cannot import name 'models' from 'utils'" in lacks.end()[2]
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        pytest.param(train_ray_ddp, marks=pytest.mark.weekly),
-        lambda folder: part03("train_fsdp2.py", folder),
-    ],
-    ids=["train_ray_ddp.py", "train_fsdp2.py"],
-)
-def test_a_folder_that_nodes_do_not_share_is_said(two_nodes, command):
-    code, _, err = two_nodes.driver(command(two_nodes.local / "run")).end()
-    assert code == 1
-    (said,) = err.splitlines()
-    assert f"{two_nodes.local}/run is not shared: node(s) 10.77.0." in said
-    assert "Name a folder that all nodes mount." in said
 
 
 def wait_until(true: Callable[[], object], run: Run | None = None) -> None:
@@ -250,37 +239,58 @@ def variables(folder: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def waited(two_nodes) -> dict[str, Run]:
-    """Runs that begin while a job holds both nodes, and go on one after another."""
+def runs(two_nodes) -> dict[str, Run]:
+    """What begins while a job holds both nodes, and goes on when that has ended."""
     shared = two_nodes.shared
     program, holds = shared / "hold.py", shared / "holds"
     program.write_text(HOLD)
-    other = two_nodes.submit([program, holds])
+    other = two_nodes.driver([program, holds])
     wait_until(holds.exists, other)
 
-    brings = part03("train_fsdp2.py", shared / "its-own" / "fsdp2")
+    brings = part03("train_fsdp2.py", shared / "its-own" / "fsdp2", *ONE_WORKER)
     brings[0] = brings[0].relative_to(scripts.ROOT)  # in what it brings, too
     sent = {"working_dir": ".", "py_modules": ["utils"]}
     file = shared / "runtime-env.json"
     file.write_text(json.dumps(sent | {"env_vars": variables(shared / "its-own")}))
-    one_worker = ["--num-workers", "1"]  # each has a node: they train side by side
-    runs = {
-        "driver": two_nodes.driver(train_ray_ddp(shared / "driver")),
-        "ddp": two_nodes.submit(train_ray_ddp(shared / "ddp", *one_worker)),
-        "fsdp2": two_nodes.submit(
-            part03("train_fsdp2.py", shared / "fsdp2", *one_worker)
+    node = two_nodes.nodes[0].address
+    fails = {
+        "utils": two_nodes.driver(["-c", IMPORTS, "with", node]),
+        "no utils": two_nodes.driver(["-c", IMPORTS, "without", node]),
+        "not shared": two_nodes.driver(
+            part03("train_fsdp2.py", two_nodes.local / "run")
         ),
-        "fsdp2, variables": two_nodes.submit(brings, None, f"--runtime-env={file}"),
     }
-    for run in runs.values():
+    drivers, jobs = ("ddp", "deepspeed"), ("data", "fsdp2")
+    start = dict.fromkeys(drivers, two_nodes.driver) | dict.fromkeys(
+        jobs, two_nodes.submit
+    )
+    waits = {name: start[name](SCRIPTS[name](shared / name)) for name in start}
+    waits["variables"] = two_nodes.submit(brings, None, f"--runtime-env={file}")
+    for run in waits.values():
         wait_until(lambda run=run: WAITS in run.out.read_text(), run)
     holds.unlink()  # ends the other one
     assert other.end()[0] == 0
-    return runs
+    return fails | waits
 
 
-def test_a_run_on_two_nodes_is_one_line_per_epoch(waited):
-    code, out, err = waited["driver"].end()
+def test_utils_is_sent_to_nodes_that_lack_it(runs):
+    """With ray.init alone, as a control, nothing is sent."""
+    code, out, err = runs["utils"].end()
+    assert code == 0, err
+    assert "py_modules_files" in out.splitlines()[-1]
+    assert "cannot import name 'models' from 'utils'" in runs["no utils"].end()[2]
+
+
+def test_a_folder_that_nodes_do_not_share_is_said(two_nodes, runs):
+    code, _, err = runs["not shared"].end()
+    assert code == 1
+    (said,) = err.splitlines()
+    assert f"{two_nodes.local}/run is not shared: node(s) 10.77.0." in said
+    assert "Name a folder that all nodes mount." in said
+
+
+def test_a_run_on_two_nodes_is_one_line_per_epoch(runs):
+    code, out, err = runs["ddp"].end()
     assert code == 0, err
     started, waits, *epochs, trained = out.splitlines()
     assert started.startswith("Ray 2.") and "with 3 node(s), 2 logical CPUs" in started
@@ -291,41 +301,39 @@ def test_a_run_on_two_nodes_is_one_line_per_epoch(waited):
     assert err == ""
 
 
-def test_a_script_is_a_job_without_variables(two_nodes, waited):
+def test_a_run_of_zero_on_two_nodes_is_one_line(runs):
+    code, out, err = runs["deepspeed"].end()
+    assert code == 0, err
+    _, waits, trained = out.splitlines()
+    assert waits.startswith(WAITS)
+    assert trained.startswith("steps 1 to 10: last loss")
+    assert err == ""
+
+
+def test_a_script_is_a_job_without_variables(two_nodes, runs):
     """One of each part; each has waited for another job, and said so."""
-    code, out, _ = waited["ddp"].end()
+    code, out, _ = runs["data"].end()
     assert code == 0 and "epoch 1: loss" in out and "Trained." in out, out
-    assert list((two_nodes.shared / "ddp").rglob("checkpoint.pt"))
-    code, out, _ = waited["fsdp2"].end()
+    assert list((two_nodes.shared / "data").rglob("checkpoint.pt"))
+    code, out, _ = runs["fsdp2"].end()
     assert code == 0 and "\nsteps 1 to 10: last loss" in out, out
     assert (two_nodes.shared / "fsdp2" / "step-000010" / ".metadata").exists()
 
 
-def test_a_script_is_a_job_with_variables(two_nodes, waited):
+def test_a_script_is_a_job_with_variables(two_nodes, runs):
     """One of part 03, which brings `utils` too; that of part 02 loses a node besides."""
-    code, out, _ = waited["fsdp2, variables"].end()
+    code, out, _ = runs["variables"].end()
     assert code == 0 and "\nsteps 1 to 10: last loss" in out, out
     folder = two_nodes.shared / "its-own"
     assert (folder / "fsdp2" / "step-000010" / ".metadata").exists()
     assert list(folder.glob("run-*"))  # what Ray Train writes
 
 
-GONE = """
-import sys, time
-import ray
-ray.init(logging_level="ERROR")
-there = lambda: {n["NodeManagerAddress"] for n in ray.nodes() if n["Alive"]}
-assert sys.argv[1] in there()
-print("watches", flush=True)
-while sys.argv[1] in there():
-    time.sleep(0.1)
-"""
-
-
-def test_a_job_loses_its_driver_and_then_a_node(two_nodes, waited):
+def test_a_job_loses_its_driver_and_then_a_node(two_nodes, runs):
     """Resubmitted, it goes on; a node cut off comes back; the weights are the same."""
     folder, node = two_nodes.shared / "job", two_nodes.nodes[1]
-    assert waited["driver"].end()[0] == 0
+    for run in runs.values():
+        run.end()  # what is cut off below is its own
     entrypoint = train_ray_ddp(folder)
     killed = two_nodes.submit(entrypoint, variables(two_nodes.shared / "storage"))
     wait_until(lambda: has_checkpoint(folder), killed)
@@ -339,39 +347,26 @@ def test_a_job_loses_its_driver_and_then_a_node(two_nodes, waited):
     again = two_nodes.submit(
         [*entrypoint, "--resume"], variables(two_nodes.shared / "storage")
     )
-    watch = two_nodes.driver(["-c", GONE, node.address])
     code, out, _ = killed.end()
     assert code == 1 and "epoch 2" not in out, out
 
-    wait_until(lambda: "watches" in watch.out.read_text(), watch)
-    wait_until(lambda: node.processes("RayTrainWorker"), again)
-    node.cut()
-    assert watch.end()[0] == 0
+    for each in two_nodes.nodes:
+        wait_until(lambda each=each: each.processes("RayTrainWorker"), again)
+    node.cut()  # from then on the other one's worker waits for it, until it counts as lost
+    wait_until(lambda: not two_nodes.nodes[0].processes("RayTrainWorker"), again)
     node.plug()  # its raylet learns that it counts as lost, and ends
     wait_until(lambda: not node.processes("raylet/raylet"), again)
     two_nodes.join(node)
     code, out, _ = again.end()
     assert code == 0, out
     assert "epoch 2:" in out and "epoch 1:" not in out
-    assert same_weights(folder, two_nodes.shared / "driver")
-
-
-def scripts_of_two_parts() -> dict[str, Callable[[Path], list]]:
-    """What to type for a short run of each script, given a folder for it."""
-    data = [scripts.TRAIN_RAY_DDP_WITH_RAY_DATA, "--num-workers", "1"]
-    data += ["--smoke-test", "--num-epochs", "1", "--checkpoint-dir"]
-    return {
-        "ddp": train_ray_ddp,
-        "data": lambda folder: [*data, folder],
-        "fsdp2": lambda folder: part03("train_fsdp2.py", folder),
-        "deepspeed": lambda folder: part03("train_deepspeed.py", folder),
-    }
+    assert same_weights(folder, two_nodes.shared / "ddp")
 
 
 @pytest.mark.weekly
 @pytest.mark.parametrize("brings", [False, True])
 def test_every_script_is_submitted_as_a_job(two_nodes, brings):
-    for name, command in scripts_of_two_parts().items():
+    for name, command in SCRIPTS.items():
         folder = two_nodes.shared / f"{name}{brings}"
         env_vars = variables(two_nodes.shared / "storage") if brings else None
         code, out, _ = two_nodes.submit(command(folder), env_vars).end(300)
@@ -405,7 +400,7 @@ def test_the_notebook_uses_a_cluster_that_is_there(tmp_path):
 
 @pytest.mark.weekly
 def test_every_script_is_a_driver(two_nodes):
-    for name, command in scripts_of_two_parts().items():
+    for name, command in SCRIPTS.items():
         code, _, err = two_nodes.driver(command(two_nodes.shared / f"d-{name}")).end()
         assert code == 0, err
 
