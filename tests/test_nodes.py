@@ -42,7 +42,7 @@ class Run(NamedTuple):
     out: Path
     err: Path
 
-    def end(self, timeout: int = 200) -> tuple[int, str, str]:
+    def end(self, timeout: int = 300) -> tuple[int, str, str]:
         """Wait for its end; its exit status, and what it said."""
         code = self.process.wait(timeout)
         return code, self.out.read_text(), self.err.read_text()
@@ -199,7 +199,7 @@ print(ray.get(ray.remote(num_cpus=0, resources=there)(folder).remote()))
 
 def wait_until(true: Callable[[], object], run: Run | None = None) -> None:
     """Wait until `true()`; a command may not end before."""
-    deadline = time.time() + 120
+    deadline = time.time() + 240
     while not true():
         assert run is None or run.process.poll() is None, run.end()
         assert time.time() < deadline
@@ -369,7 +369,7 @@ def test_every_script_is_submitted_as_a_job(two_nodes, brings):
     for name, command in SCRIPTS.items():
         folder = two_nodes.shared / f"{name}{brings}"
         env_vars = variables(two_nodes.shared / "storage") if brings else None
-        code, out, _ = two_nodes.submit(command(folder), env_vars).end(300)
+        code, out, _ = two_nodes.submit(command(folder), env_vars).end()
         assert code == 0, out
 
 
