@@ -260,12 +260,12 @@ def runs(two_nodes) -> dict[str, Run]:
             part03("train_fsdp2.py", two_nodes.local / "run")
         ),
     }
-    drivers, jobs = ("ddp", "deepspeed"), ("data", "fsdp2")
-    start = dict.fromkeys(drivers, two_nodes.driver) | dict.fromkeys(
-        jobs, two_nodes.submit
+    waits = {name: two_nodes.driver(of(shared / name)) for name, of in SCRIPTS.items()}
+    alone = part03("train_fsdp2.py", shared / "job-fsdp2", *ONE_WORKER)
+    waits["job"] = two_nodes.submit(alone)
+    waits["job with variables"] = two_nodes.submit(
+        brings, None, f"--runtime-env={file}"
     )
-    waits = {name: start[name](SCRIPTS[name](shared / name)) for name in start}
-    waits["variables"] = two_nodes.submit(brings, None, f"--runtime-env={file}")
     for run in waits.values():
         wait_until(lambda run=run: WAITS in run.out.read_text(), run)
     holds.unlink()  # ends the other one
@@ -301,8 +301,20 @@ def test_a_run_on_two_nodes_is_one_line_per_epoch(runs):
     assert err == ""
 
 
-def test_a_run_of_zero_on_two_nodes_is_one_line(runs):
-    code, out, err = runs["deepspeed"].end()
+def test_a_run_that_streams_on_two_nodes_is_one_line_per_epoch(runs):
+    code, out, err = runs["data"].end()
+    assert code == 0, err
+    _, *waits, rows, epoch, trained = out.splitlines()
+    assert waits and all(line.startswith(WAITS) for line in waits)
+    assert rows.endswith("for each worker")
+    assert "ip=10.77.0." in epoch and "epoch 1: loss" in epoch
+    assert trained.startswith("Trained. The last checkpoint is in ")
+    assert err == ""
+
+
+@pytest.mark.parametrize("script", ["fsdp2", "deepspeed"])
+def test_a_sharded_run_on_two_nodes_is_one_line(runs, script):
+    code, out, err = runs[script].end()
     assert code == 0, err
     _, waits, trained = out.splitlines()
     assert waits.startswith(WAITS)
@@ -310,27 +322,24 @@ def test_a_run_of_zero_on_two_nodes_is_one_line(runs):
     assert err == ""
 
 
-def test_a_script_is_a_job_without_variables(two_nodes, runs):
-    """One of each part; each has waited for another job, and said so."""
-    code, out, _ = runs["data"].end()
-    assert code == 0 and "epoch 1: loss" in out and "Trained." in out, out
-    assert list((two_nodes.shared / "data").rglob("checkpoint.pt"))
-    code, out, _ = runs["fsdp2"].end()
+@pytest.mark.parametrize(
+    ("job", "folder"), [("job", "job-fsdp2"), ("job with variables", "its-own/fsdp2")]
+)
+def test_a_script_of_part_03_is_a_job(two_nodes, runs, job, folder):
+    """It has waited for another job, and said so. Variables come with `utils`, too."""
+    code, out, _ = runs[job].end()
     assert code == 0 and "\nsteps 1 to 10: last loss" in out, out
-    assert (two_nodes.shared / "fsdp2" / "step-000010" / ".metadata").exists()
-
-
-def test_a_script_is_a_job_with_variables(two_nodes, runs):
-    """One of part 03, which brings `utils` too; that of part 02 loses a node besides."""
-    code, out, _ = runs["variables"].end()
-    assert code == 0 and "\nsteps 1 to 10: last loss" in out, out
-    folder = two_nodes.shared / "its-own"
-    assert (folder / "fsdp2" / "step-000010" / ".metadata").exists()
-    assert list(folder.glob("run-*"))  # what Ray Train writes
+    assert (two_nodes.shared / folder / "step-000010" / ".metadata").exists()
+    if job == "job with variables":
+        written = (two_nodes.shared / folder).parent.glob("run-*")  # by Ray Train
+        assert list(written)
 
 
 def test_a_job_loses_its_driver_and_then_a_node(two_nodes, runs):
-    """Resubmitted, it goes on; a node cut off comes back; the weights are the same."""
+    """Resubmitted, it goes on; a node cut off comes back; the weights are the same.
+
+    A script of part 02: killed with variables, and resubmitted without.
+    """
     folder, node = two_nodes.shared / "job", two_nodes.nodes[1]
     for run in runs.values():
         run.end()  # what is cut off below is its own
@@ -344,9 +353,7 @@ def test_a_job_loses_its_driver_and_then_a_node(two_nodes, runs):
     ]
     driver.kill()
     driver.wait(30)
-    again = two_nodes.submit(
-        [*entrypoint, "--resume"], variables(two_nodes.shared / "storage")
-    )
+    again = two_nodes.submit([*entrypoint, "--resume"])
     code, out, _ = killed.end()
     assert code == 1 and "epoch 2" not in out, out
 
@@ -396,13 +403,6 @@ def test_the_notebook_uses_a_cluster_that_is_there(tmp_path):
     assert "'SENT': 'with the job', 'BEFORE': None" in out  # nobody has set it there
     assert "storage path:  3 of 3 nodes" in out
     assert "Proved: a job whose driver was killed is submitted again" in out
-
-
-@pytest.mark.weekly
-def test_every_script_is_a_driver(two_nodes):
-    for name, command in SCRIPTS.items():
-        code, _, err = two_nodes.driver(command(two_nodes.shared / f"d-{name}")).end()
-        assert code == 0, err
 
 
 @pytest.mark.weekly
