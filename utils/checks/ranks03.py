@@ -25,7 +25,7 @@ def trains_its_shards(prepare: Callable) -> bool | str:
         return "After two training steps, no weight has changed."
     if moved < 1:
         return f"Two training steps have changed only {moved:.0%} of the parameters."
-    if off > 1e-4:
+    if off > 1e-8:
         return "After two training steps, the weights are not those of one process."
     return True
 
@@ -46,11 +46,12 @@ def _two_steps(prepare: Callable) -> tuple[float | None, float, float]:
             model.zero_grad()
             optimizer.zero_grad()
 
-    def build():
+    def build():  # in float64: Adam blows up the rounding of small gradients
         torch.manual_seed(0)
-        return GPT(SMOKE)
+        return GPT(SMOKE).double()
 
     join()
+    torch.manual_seed(1)
     tokens = torch.randint(SMOKE.vocab_size, (4, SMOKE.block_size))
     model, alone = build(), build()
     before = [p.detach().clone() for p in model.parameters()]
