@@ -3,6 +3,7 @@
 A process that is killed returns nothing, so what it did is read from here.
 """
 
+import contextlib
 import json
 import os
 import time
@@ -13,15 +14,17 @@ from typing import Any
 
 import torch.distributed as dist
 
+_member: dict[str, int] = {}  # what this process is, or was, in its process group
+
 
 def note(path: str | Path, event: str, **details) -> None:
-    """Append a line to the log: `event`, time (seconds), pid, rank, and `details`.
+    """Append a line to the log: `event`, time (seconds), pid, and `details`.
 
-    Where there is a process group, the line also says its world size.
+    If this process has been in a process group, the line also says its rank and world size.
     """
-    details |= {"event": event, "time": time.time(), "pid": os.getpid()}
-    if dist.is_initialized():
-        details |= {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+    with contextlib.suppress(ValueError):  # no group; Ray may end it while a step ends
+        _member.update(rank=dist.get_rank(), world_size=dist.get_world_size())
+    details |= {"event": event, "time": time.time(), "pid": os.getpid()} | _member
     with open(path, "a") as file:  # a short line is written whole, or not at all
         file.write(json.dumps(details) + "\n")
 

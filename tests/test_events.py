@@ -1,0 +1,24 @@
+"""The log of a run: who says what in it, also while the run is being ended."""
+
+import torch.distributed as dist
+
+from utils import events
+from utils.launch import run_ranks
+
+
+def three_notes(path) -> None:
+    events.note(path, "before")
+    dist.init_process_group("gloo")
+    events.note(path, "step", seen=8)
+    dist.barrier()
+    dist.destroy_process_group()
+    events.note(path, "step", seen=16)  # as where Ray has ended the group meanwhile
+
+
+def test_a_step_says_its_rank_even_after_the_group_has_ended(tmp_path):
+    path = tmp_path / "log"
+    run_ranks(three_notes, 2, path)
+    steps = events.noted(path, "step", world_size=2)
+    found = {(step["rank"], step["seen"]) for step in steps}
+    assert found == {(rank, seen) for rank in (0, 1) for seen in (8, 16)}
+    assert all("rank" not in each for each in events.noted(path, "before"))
