@@ -83,7 +83,7 @@ def train_fn(config):
     for epoch in range(first_epoch, EPOCHS):
         one_epoch(model, optimizer, epoch)
         if epoch == config["wait_in"] and first_epoch < epoch:
-            time.sleep(1)  # a checkpoint counts once the controller has noted it
+            ray.train.get_all_reported_checkpoints()  # waits until they count
             log(waits=epoch)
             while not Path(config["log"] + ".go").exists():
                 time.sleep(0.05)
