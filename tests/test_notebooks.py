@@ -147,6 +147,14 @@ def test_most_outputs_are_compared(notebook):
     assert sum("nbval-ignore-output" in each for each in tags) <= MOST_NOT_COMPARED
 
 
+def test_no_compared_output_names_a_port(notebook):
+    """The dashboard takes the next one where Ray's own is in use."""
+    for cell in code_cells(notebook):
+        if "nbval-ignore-output" not in cell.metadata.get("tags", []):
+            printed = "".join(output.get("text", "") for output in cell.outputs)
+            assert not re.search(r"//[\w.]+:\d+", printed), cell.source
+
+
 @pytest.mark.parametrize("what", FORBIDDEN_OUTPUT)
 def test_outputs_are_clean(notebook, what):
     for cell in code_cells(notebook):
