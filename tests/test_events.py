@@ -22,3 +22,17 @@ def test_a_step_says_its_rank_even_after_the_group_has_ended(tmp_path):
     found = {(step["rank"], step["seen"]) for step in steps}
     assert found == {(rank, seen) for rank in (0, 1) for seen in (8, 16)}
     assert all("rank" not in each for each in events.noted(path, "before"))
+
+
+def test_a_line_that_is_still_being_written_is_left_for_later(tmp_path):
+    """Where it crosses a page of memory, a reader may see its first half alone."""
+    path = tmp_path / "log"
+    assert events.noted(path, "step") == []
+    events.note(path, "step", seen=8)
+    events.note(path, "step", seen=16)
+    whole = path.read_text()
+    for cut in range(whole.index("\n") + 1, len(whole)):
+        path.write_text(whole[:cut])
+        assert [entry["seen"] for entry in events.noted(path, "step")] == [8]
+    path.write_text(whole)
+    assert [entry["seen"] for entry in events.noted(path, "step")] == [8, 16]

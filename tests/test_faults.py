@@ -113,7 +113,7 @@ def fit(folder, log, wait_in=None, max_failures=0, resources=None):
 
 
 def entries(log, key):
-    lines = log.read_text().splitlines() if log.exists() else []
+    *lines, _ = log.read_text().split("\n") if log.exists() else [""]  # _: incomplete
     return [entry for line in lines if key in (entry := json.loads(line))]
 
 

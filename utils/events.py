@@ -25,13 +25,14 @@ def note(path: str | Path, event: str, **details) -> None:
     with contextlib.suppress(ValueError):  # no group; Ray may end it while a step ends
         _member.update(rank=dist.get_rank(), world_size=dist.get_world_size())
     details |= {"event": event, "time": time.time(), "pid": os.getpid()} | _member
-    with open(path, "a") as file:  # a short line is written whole, or not at all
+    with open(path, "a") as file:  # lines of several processes do not mix
         file.write(json.dumps(details) + "\n")
 
 
 def noted(path: str | Path, event: str, after: float = 0, **where) -> list[dict]:
     """The entries of an event after a time, in order, whose details equal `where`."""
-    lines = Path(path).read_text().splitlines() if Path(path).exists() else []
+    text = Path(path).read_text() if Path(path).exists() else ""
+    *lines, _ = text.split("\n")  # of the last one, not all may have arrived yet
     entries = [json.loads(line) for line in lines]
     wanted = where.items() | {("event", event)}
     return [
