@@ -65,16 +65,16 @@ test-weekly: $(READY) ## run what is long and rarely breaks
 	@$(RUN) -m pytest -m weekly --note-run=test-weekly -o timeout=3600 -o faulthandler_timeout=3660
 
 tour: $(READY) ## execute all notebooks in order, and print what each one proved
-	@$(RUN) -m tests.notebooks tour
+	@$(RUN) -m tests.tools.notebooks tour
 
 record: $(READY) ## execute notebooks and save their outputs (NOTEBOOKS=path for some)
-	@$(RUN) -m tests.notebooks record $(NOTEBOOKS)
+	@$(RUN) -m tests.tools.notebooks record $(NOTEBOOKS)
 
-bench: $(READY) ## measure ratios, and write tests/benchmarks/RESULTS.md
-	@$(RUN) -m tests.benchmarks
+bench: $(READY) ## measure ratios, and write tests/tools/benchmarks/RESULTS.md
+	@$(RUN) -m tests.tools.benchmarks
 
 gpu: $(READY) ## on GPUs: run everything, and print a table of what passed and was measured
-	@$(RUN) -m tests.gpu
+	@$(RUN) -m tests.tools.gpu
 
 lint: $(READY) ## check style and format
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check .

@@ -16,9 +16,9 @@ import pytest
 from nbval.plugin import IPyNbFile
 
 from tests import scripts
-from tests.notebooks.execution import RECORDING_ENVIRONMENT, end_left_over
+from tests.tools.notebooks.execution import RECORDING_ENVIRONMENT, end_left_over
 
-pytest_plugins = ["tests.tiers", "tests.lanes", "tests.skips", "tests.seconds"]
+pytest_plugins = ["tests.tiers", "tests.lanes", "tests.skips", "tests.tools.seconds"]
 
 os.environ.update(RECORDING_ENVIRONMENT)
 importlib.import_module("utils")  # before Ray: it sets what that reads

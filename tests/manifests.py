@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 from packaging.requirements import Requirement
 
-from tests.notebooks import ROOT
+from tests.tools.notebooks import ROOT
 
 CLUSTER = ROOT / "02-ddp-pytorch-ray" / "cluster"
 KUBERAY = CLUSTER / "kuberay"

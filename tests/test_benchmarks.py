@@ -12,9 +12,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests import notebooks, seconds, sharding
-from tests.benchmarks import __main__ as benchmark
-from tests.benchmarks import (
+from tests import sharding
+from tests.tools import notebooks, seconds
+from tests.tools.benchmarks import __main__ as benchmark
+from tests.tools.benchmarks import (
     allocator,
     commands,
     exact,
@@ -26,9 +27,16 @@ from tests.benchmarks import (
     steps,
     streaming,
 )
-from tests.benchmarks.__main__ import FOLDER, main
-from tests.benchmarks.ratios import MET, MISSED, NOT_DECIDED, Ratio, interleave, ratio
-from tests.benchmarks.rows import Row
+from tests.tools.benchmarks.__main__ import FOLDER, main
+from tests.tools.benchmarks.ratios import (
+    MET,
+    MISSED,
+    NOT_DECIDED,
+    Ratio,
+    interleave,
+    ratio,
+)
+from tests.tools.benchmarks.rows import Row
 from utils import memory, timing
 from utils.models import GPT, SMOKE
 
@@ -348,7 +356,7 @@ def test_an_unknown_part_is_named(capsys):
 
 def test_what_torchrun_starts_imports_no_more_than_a_script_does():
     """Else Ray Train's start would be compared with one that imports Ray as well."""
-    loaded = "import sys, tests.benchmarks.loop; print(*sys.modules)"
+    loaded = "import sys, tests.tools.benchmarks.loop; print(*sys.modules)"
     done = subprocess.check_output(
         [sys.executable, "-c", loaded], cwd=notebooks.ROOT, text=True, timeout=120
     )

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import state_dict as sd
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
-from tests import notebooks
+from tests.tools import notebooks
 from utils import checks, memory
 from utils.checks.exercise import cases
 

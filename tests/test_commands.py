@@ -16,10 +16,10 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from tests import notebooks
-from tests.notebooks.__main__ import tour
-from tests.notebooks.execution import record
-from tests.notebooks.navigation import navigation
+from tests.tools import notebooks
+from tests.tools.notebooks.__main__ import tour
+from tests.tools.notebooks.execution import record
+from tests.tools.notebooks.navigation import navigation
 from utils.processes import free_port
 
 README = notebooks.ROOT / "README.md"

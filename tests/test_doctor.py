@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from tests.notebooks import ROOT
+from tests.tools.notebooks import ROOT
 from utils import doctor
 
 

@@ -17,7 +17,7 @@ from IPython.core.inputtransformer2 import TransformerManager
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.notebooks import ROOT, all_notebooks
+from tests.tools.notebooks import ROOT, all_notebooks
 from utils import doctor
 
 LINES = (ROOT / "requirements.txt").read_text().splitlines()

@@ -12,7 +12,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from tests import gpu, notebooks, scripts
+from tests import scripts
+from tests.tools import gpu, notebooks
 from utils import command_line, memory, models, settings
 
 GPU_BYTES = 24 * 2**30 * 0.9  # the rest is for CUDA, NCCL and the allocator's gaps
@@ -161,7 +162,7 @@ def test_a_batch_that_cannot_be_shared_equally_takes_fewer(monkeypatch):
 @pytest.mark.runs("make gpu")
 def test_without_a_gpu_it_says_so():
     done = subprocess.run(
-        [sys.executable, "-m", "tests.gpu"],
+        [sys.executable, "-m", "tests.tools.gpu"],
         cwd=scripts.ROOT,
         env=scripts.environment() | {"CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,

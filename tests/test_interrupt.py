@@ -11,7 +11,7 @@ import pytest
 from jupyter_client.manager import KernelManager
 
 from tests import scripts
-from tests.notebooks.execution import RECORDING_ENVIRONMENT, end_left_over
+from tests.tools.notebooks.execution import RECORDING_ENVIRONMENT, end_left_over
 
 pytestmark = pytest.mark.slow
 

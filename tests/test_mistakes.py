@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import mistakes
-from tests.notebooks import ROOT
+from tests.tools import mistakes
+from tests.tools.notebooks import ROOT
 
 ALL = mistakes.all_mistakes()
 
@@ -79,7 +79,7 @@ def test_the_tests_that_reject_them_exist():
 
 
 def test_the_table_is_that_of_the_list():
-    """Made by `python -m tests.mistakes`, in the order of the list."""
+    """Made by `python -m tests.tools.mistakes`, in the order of the list."""
     rows = re.findall(r"^\| .+ \| `.+` \| `.+` \|", mistakes.TABLE.read_text(), re.M)
     assert len(rows) == len(ALL)
     for row, mistake in zip(rows, ALL):

@@ -383,7 +383,7 @@ def test_every_script_is_submitted_as_a_job(two_nodes, brings):
 EXECUTE = """
 import sys
 from pathlib import Path
-from tests.notebooks.execution import execute
+from tests.tools.notebooks.execution import execute
 
 for cell in execute(Path(sys.argv[1]), {}).cells:
     print(*[output.get("text", "") for output in cell.get("outputs", [])])

@@ -16,9 +16,10 @@ import psutil
 import pytest
 from nbconvert.filters.markdown import markdown2html
 
-from tests import notebooks, scripts
-from tests.notebooks.execution import execute
-from tests.notebooks.navigation import navigation
+from tests import scripts
+from tests.tools import notebooks
+from tests.tools.notebooks.execution import execute
+from tests.tools.notebooks.navigation import navigation
 from utils.show import function_source
 
 ALL = notebooks.all_notebooks()

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from tests.notebooks import ROOT
+from tests.tools.notebooks import ROOT
 
 TEST = "tests/test_sharding.py::test_two_passes_of_half_the_batch_are_one_of_all"
 

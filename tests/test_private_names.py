@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.notebooks import ROOT
 from tests.test_environment import sources
+from tests.tools.notebooks import ROOT
 
 # By package, and by the test or notebook that notices. A name with dots is imported. The
 # others are words in the package's source: attributes, and variables of the environment.

@@ -12,7 +12,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from tests.notebooks import ROOT
+from tests.tools.notebooks import ROOT
 
 WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
 FORM = ROOT / ".github" / "ISSUE_TEMPLATE" / "problem.yml"

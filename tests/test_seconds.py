@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests import notebooks, seconds
+from tests.tools import notebooks, seconds
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import time
 
 import pytest
 
-from tests.notebooks import ROOT
+from tests.tools.notebooks import ROOT
 
 PYTHON = r"""#!/bin/bash
 echo "python $*" >> "$CALLS"

@@ -16,8 +16,9 @@ import nbformat
 import psutil
 import pytest
 
-from tests import notebooks, skips, tiers
+from tests import skips, tiers
 from tests.test_environment import sources
+from tests.tools import notebooks
 from utils.launch import run_ranks
 
 STARTED = "import os; open(os.environ['STARTED'], 'a').write(os.getcwd() + '\\n')"

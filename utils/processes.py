@@ -75,8 +75,8 @@ def keep_freed_memory() -> None:
     Else glibc gives large blocks, and the free end of its heap, back to the kernel, which
     hands them out again page by page, each filled with zeros. Measured with ResNet-18 on
     two CPU ranks: 13,700 page faults per step and rank and 261 ms per step; with this no
-    faults and 215 ms (row 14 of tests/benchmarks/RESULTS.md). The price: up to 1 GiB that
-    was freed stays with the process.
+    faults and 215 ms (row 14 of tests/tools/benchmarks/RESULTS.md). The price: up to 1 GiB
+    that was freed stays with the process.
 
     It works in the running process, so for scripts, ranks and Ray's workers alike. If one
     of glibc's own variables (`MALLOC_...`) is set, that counts, and nothing is done here;

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from tests.benchmarks.ratios import MET, MISSED, NOT_DECIDED, Ratio
+from tests.tools.benchmarks.ratios import MET, MISSED, NOT_DECIDED, Ratio
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Seconds of a fit with two workers that trains nothing: `python -m tests.warm_fit`.
+"""Seconds of a fit with two workers that trains nothing: `python -m tests.tools.warm_fit`.
 
 What a run of tests costs is said in these too, as they differ between machines by as
 much as the run does. The median of three, once the files that Ray and torch are made of

@@ -1,8 +1,8 @@
 """Execute, record and link the notebooks.
 
-python -m tests.notebooks tour                     # execute copies, print what was proved
-python -m tests.notebooks record [NOTEBOOK ...]    # execute in place, save outputs
-python -m tests.notebooks link [NOTEBOOK ...]      # write the links to neighbours anew
+python -m tests.tools.notebooks tour                  # execute copies, print the proofs
+python -m tests.tools.notebooks record [NOTEBOOK ...] # execute in place, save outputs
+python -m tests.tools.notebooks link [NOTEBOOK ...]   # write the links to neighbours anew
 """
 
 import argparse
@@ -13,9 +13,9 @@ from pathlib import Path
 import nbformat
 from tqdm import tqdm
 
-from tests import notebooks
-from tests.notebooks.execution import execute, record
-from tests.notebooks.navigation import link
+from tests.tools import notebooks
+from tests.tools.notebooks.execution import execute, record
+from tests.tools.notebooks.navigation import link
 
 
 def tour(paths: list[Path]) -> int:

@@ -1,7 +1,7 @@
 """The notebooks of the workshop: which there are, and what one of them says.
 
 `execution` runs and records them, `navigation` links them, and
-`python -m tests.notebooks` is their command line.
+`python -m tests.tools.notebooks` is their command line.
 """
 
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import nbformat
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 PROOF = "Proved: "
 
 

@@ -5,10 +5,10 @@ from functools import partial
 
 import numpy as np
 
-from tests.benchmarks import loop
-from tests.benchmarks.partners import AS_IT_COMES, Partner, torchrun
-from tests.benchmarks.ratios import Ratio, interleave, ratio
-from tests.benchmarks.rows import Row
+from tests.tools.benchmarks import loop
+from tests.tools.benchmarks.partners import AS_IT_COMES, Partner, torchrun
+from tests.tools.benchmarks.ratios import Ratio, interleave, ratio
+from tests.tools.benchmarks.rows import Row
 
 PAIRS = 24
 # In bytes, as glibc's variables; `utils.processes` sets both to 1 GiB. Whoever sets one

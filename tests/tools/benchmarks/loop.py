@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from tests import scripts
-from tests.benchmarks import partners
+from tests.tools.benchmarks import partners
 from utils.datasets import digits
 from utils.models import resnet18
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import nbformat
 
-from tests.notebooks import all_notebooks, title
+from tests.tools.notebooks import all_notebooks, title
 
 NAVIGATION = re.compile(r"^.*<!-- navigation -->.*\n*", re.MULTILINE)
 

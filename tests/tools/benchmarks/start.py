@@ -13,10 +13,10 @@ from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer, prepare_model
 
 from tests import scripts
-from tests.benchmarks import loop, partners
-from tests.benchmarks.partners import torchrun
-from tests.benchmarks.ratios import MET, MISSED, interleave, interval, ratio
-from tests.benchmarks.rows import Row
+from tests.tools.benchmarks import loop, partners
+from tests.tools.benchmarks.partners import torchrun
+from tests.tools.benchmarks.ratios import MET, MISSED, interleave, interval, ratio
+from tests.tools.benchmarks.rows import Row
 
 WORKERS = 2
 STEPS_PER_EPOCH = 1437 // (WORKERS * loop.BATCH)

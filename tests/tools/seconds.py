@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psutil
 
-from tests import notebooks
-from tests.notebooks import all_notebooks, code
+from tests.tools import notebooks
+from tests.tools.notebooks import all_notebooks, code
 
 CELLS = notebooks.ROOT / "build" / "seconds_per_cell.json"
 RUNS = notebooks.ROOT / "build" / "seconds_per_run.json"
@@ -57,7 +57,7 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
 
 def warm_fit() -> float:
     """Seconds of a fit that trains nothing, in a Ray of its own."""
-    command = [sys.executable, "-m", "tests.warm_fit"]
+    command = [sys.executable, "-m", "tests.tools.warm_fit"]
     done = subprocess.run(
         command,
         cwd=notebooks.ROOT,

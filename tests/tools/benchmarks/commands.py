@@ -1,8 +1,8 @@
 """What the test commands took, beside `make test` before it was split in tiers."""
 
-from tests.benchmarks.ratios import MET, MISSED, NOT_DECIDED
-from tests.benchmarks.rows import Row
-from tests.seconds import noted_runs
+from tests.tools.benchmarks.ratios import MET, MISSED, NOT_DECIDED
+from tests.tools.benchmarks.rows import Row
+from tests.tools.seconds import noted_runs
 
 # All tests, on a calm machine with two cores where a warm fit took as long as this.
 BEFORE, FIT_BEFORE = 1599.0, 7.5  # seconds
@@ -26,7 +26,7 @@ def row(command: str, noted: dict[str, float] | None) -> Row:
     if not noted:
         note = f"no run of `make {command}` passed since code changed; run it, then "
         return Row(
-            13, what, bar, "", note=note + "`python -m tests.benchmarks commands`"
+            13, what, bar, "", note=note + "`python -m tests.tools.benchmarks commands`"
         )
     seconds, fits = noted["seconds"], noted["seconds"] / noted["fit"]
     shares = fits / before, seconds / BEFORE

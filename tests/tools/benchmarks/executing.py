@@ -4,9 +4,9 @@ import re
 import subprocess
 import sys
 
-from tests.benchmarks.rows import Row
-from tests.notebooks import ROOT, all_notebooks
-from tests.seconds import noted_cells
+from tests.tools.benchmarks.rows import Row
+from tests.tools.notebooks import ROOT, all_notebooks
+from tests.tools.seconds import noted_cells
 
 FIRST = "01-ddp-pytorch-only/01_data_parallelism_by_hand.ipynb"
 
@@ -35,9 +35,7 @@ def rows() -> list[Row]:
     missing = len(lessons) - len(found)
     if missing:
         what = "notebooks that were not executed under nbval since they changed"
-        note = (
-            "`make test-all` runs all, and `python -m tests.benchmarks executing` reads"
-        )
+        note = "run `make test-all`, then `python -m tests.tools.benchmarks executing`"
         found.append(Row(10, what, "", str(missing), note=note))
     return found
 

@@ -11,8 +11,8 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from tqdm import tqdm
 
-from tests import notebooks
-from tests.notebooks.navigation import with_navigation
+from tests.tools import notebooks
+from tests.tools.notebooks.navigation import with_navigation
 
 CELL_TIMEOUT_S = 300
 # What a recorded notebook and its comparison have in common: CPU, one thread, own Ray.

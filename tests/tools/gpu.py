@@ -15,7 +15,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
-from tests import notebooks, scripts
+from tests import scripts
+from tests.tools import notebooks
 
 FULL = {"WORKSHOP_MODE": "full", "OMP_NUM_THREADS": "1", "RAY_ADDRESS": "local"}
 FSDP = scripts.ROOT / "03-fsdp-deepspeed"
@@ -112,7 +113,7 @@ def command(*arguments) -> str:
 
 def notebook(path: Path) -> str:
     """Execute a copy in full mode; what it proved."""
-    from tests.notebooks.execution import execute
+    from tests.tools.notebooks.execution import execute
 
     proved = notebooks.proofs(execute(path, FULL))
     return f"{len(proved)} proofs: {'; '.join(proved)}" if proved else "no proofs"
@@ -127,7 +128,7 @@ def alone(function: Callable[[], str]) -> str:
 
 def speed() -> str:
     """Naive against tuned, and the share of the GPU's arithmetic that tuned uses."""
-    from tests.benchmarks.steps import gpt2_on_gpu
+    from tests.tools.benchmarks.steps import gpt2_on_gpu
 
     rows = gpt2_on_gpu()
     said = [

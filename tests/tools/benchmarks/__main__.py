@@ -1,6 +1,6 @@
 """`make bench`: measure every row, and write RESULTS.md, results.json and ratios.png.
 
-    python -m tests.benchmarks [PART ...]
+    python -m tests.tools.benchmarks [PART ...]
 
 names the parts to measure; the rows of the others stay as they were.
 """
@@ -13,7 +13,7 @@ import time
 from importlib import metadata
 from pathlib import Path
 
-from tests.notebooks.execution import RECORDING_ENVIRONMENT
+from tests.tools.notebooks.execution import RECORDING_ENVIRONMENT
 
 PARTS = ("exact", "steps", "predicting", "streaming", "start", "allocator")
 PARTS += ("executing", "commands")
@@ -26,7 +26,7 @@ def main(parts: list[str]) -> int:
         print(f"There is no part {unknown[0]}: choose from {', '.join(PARTS)}.")
         return 1
     os.environ.update(RECORDING_ENVIRONMENT)  # before torch and Ray are imported
-    from tests.benchmarks import report
+    from tests.tools.benchmarks import report
 
     results = report.read(FOLDER)
     before = {(r["number"], r["what"]): r["value"] for r in report.all_rows(results)}
@@ -39,7 +39,7 @@ def main(parts: list[str]) -> int:
     }
     for part in parts or PARTS:
         start = time.perf_counter()
-        rows = importlib.import_module(f"tests.benchmarks.{part}").rows()
+        rows = importlib.import_module(f"tests.tools.benchmarks.{part}").rows()
         seconds = time.perf_counter() - start
         results["parts"][part] = {
             "machine": machine,

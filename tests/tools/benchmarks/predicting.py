@@ -9,8 +9,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from tests import sharding
-from tests.benchmarks.ratios import MET, MISSED, NOT_DECIDED, interval
-from tests.benchmarks.rows import Row
+from tests.tools.benchmarks.ratios import MET, MISSED, NOT_DECIDED, interval
+from tests.tools.benchmarks.rows import Row
 from utils import comms, timing
 from utils.launch import run_ranks
 from utils.models import GPT, GPTConfig

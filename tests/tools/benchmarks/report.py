@@ -14,7 +14,7 @@ from utils.plots import COLORS
 HEAD = """# Results of `make bench`
 
 Written by `make bench`, which measures all parts in one run, or by `python -m
-tests.benchmarks PART`, which measures one anew and keeps the others: do not edit.
+tests.tools.benchmarks PART`, which measures one anew and keeps the others: do not edit.
 
 {parts}
 

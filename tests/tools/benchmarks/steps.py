@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests import scripts, sharding, simulate
-from tests.benchmarks.ratios import (
+from tests.tools.benchmarks.ratios import (
     MET,
     MISSED,
     NOT_DECIDED,
@@ -19,7 +19,7 @@ from tests.benchmarks.ratios import (
     interval,
     ratio,
 )
-from tests.benchmarks.rows import Row
+from tests.tools.benchmarks.rows import Row
 from utils.datasets import digits, text
 from utils.launch import run_ranks
 from utils.models import GPT, GPT2_124M, GPTConfig, resnet18

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 
 from tests import sharding
-from tests.benchmarks.rows import Row
+from tests.tools.benchmarks.rows import Row
 from utils import memory
 from utils.launch import run_ranks
 

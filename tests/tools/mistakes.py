@@ -1,7 +1,7 @@
 """One-line mistakes that people make, each with the test that rejects it.
 
-python -m tests.mistakes            # try all of mistakes.toml, and write MISTAKES.md
-python -m tests.mistakes sampler    # try those whose name contains "sampler"
+python -m tests.tools.mistakes            # try all of mistakes.toml, and write MISTAKES.md
+python -m tests.tools.mistakes sampler    # try those whose name contains "sampler"
 """
 
 import contextlib
@@ -24,11 +24,11 @@ import nbformat
 from tqdm import tqdm
 
 from tests import scripts
-from tests.notebooks.execution import RECORDING_ENVIRONMENT, end_left_over
+from tests.tools.notebooks.execution import RECORDING_ENVIRONMENT, end_left_over
 
 ROOT = scripts.ROOT
-LIST = ROOT / "tests" / "mistakes.toml"
-TABLE = ROOT / "tests" / "MISTAKES.md"
+LIST = ROOT / "tests" / "tools" / "mistakes.toml"
+TABLE = ROOT / "tests" / "tools" / "MISTAKES.md"
 TIMEOUT_S = 600
 
 
@@ -169,8 +169,9 @@ def table(rows: list[tuple[Mistake, Run]], together: float) -> str:
     lines = [
         "# Mistakes, and the test that rejects each",
         "",
-        "Each is one line, changed in a copy of this workshop. `python -m tests.mistakes`",
-        "makes them, one after the other, runs the test of each, and writes this table.",
+        "Each is one line, changed in a copy of this workshop. "
+        "`python -m tests.tools.mistakes` makes them,",
+        "one after the other, runs the test of each, and writes this table.",
         "Seconds are those of the whole command, with pytest's start.",
         "",
         f"Measured on {os.cpu_count()} cores ({platform.machine()}), Python "

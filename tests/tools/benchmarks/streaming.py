@@ -17,10 +17,10 @@ from PIL import Image
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from tests import scripts
-from tests.benchmarks import partners
-from tests.benchmarks.partners import AS_IT_COMES
-from tests.benchmarks.ratios import MISSED, interleave, ratio
-from tests.benchmarks.rows import Row
+from tests.tools.benchmarks import partners
+from tests.tools.benchmarks.partners import AS_IT_COMES
+from tests.tools.benchmarks.ratios import MISSED, interleave, ratio
+from tests.tools.benchmarks.rows import Row
 from utils.datasets import write_shards
 from utils.ray_memory import sample_memory
 
