@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
-from utils import command_line, datasets, models, settings
+from utils import checkpoint_files, command_line, datasets, models, settings
 
 
 def set_up():
@@ -100,7 +100,7 @@ def evaluate(model, test_set, rank, world_size, device):
 def save_checkpoint(path, model, optimizer, epoch, accuracy):
     """What is needed to go on, in a file that is written whole or not at all."""
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    with settings.write_whole(path) as file:
+    with checkpoint_files.write_whole(path) as file:
         torch.save(state | {"epoch": epoch, "accuracy": accuracy}, file)
 
 
@@ -110,7 +110,7 @@ def load_checkpoint(path, model, optimizer):
     dist.broadcast_object_list(found)  # rank 0 saves: what it finds counts for all
     if not found[0]:
         return 0
-    with settings.explain_reading(path):  # it may be of another model
+    with checkpoint_files.explain_reading(path):  # it may be of another model
         state = torch.load(path, map_location="cpu", weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])

@@ -16,7 +16,7 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer, get_device, prepare_data_loader, prepare_model
 from torch.utils.data import DataLoader, Subset
 
-from utils import command_line, datasets, failures, models, preflight, settings
+from utils import checkpoint_files, command_line, datasets, failures, models, preflight
 
 
 def load_data(dataset, batch_size):
@@ -87,7 +87,10 @@ def evaluate(model, test_set, rank, world_size, device):
 
 def report(model, optimizer, metrics):
     """Report to Ray Train, on every rank: it keeps rank 0's metrics and checkpoint."""
-    with settings.explain_writing("The checkpoint"), TemporaryDirectory() as folder:
+    with (
+        checkpoint_files.explain_writing("The checkpoint"),
+        TemporaryDirectory() as folder,
+    ):
         checkpoint = None
         if dist.get_rank() == 0:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -101,7 +104,10 @@ def load_latest(model, optimizer):
     checkpoint = ray.train.get_checkpoint()  # after a failure, or of a resumed run
     if not checkpoint:
         return 0
-    with settings.explain_reading(checkpoint.path), checkpoint.as_directory() as folder:
+    with (
+        checkpoint_files.explain_reading(checkpoint.path),
+        checkpoint.as_directory() as folder,
+    ):
         file = f"{folder}/checkpoint.pt"
         state = torch.load(file, map_location="cpu", weights_only=True)
         model.load_state_dict(state["model"])

@@ -20,7 +20,15 @@ import torch.distributed as dist
 from ray.train import DataConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer, get_device, prepare_model
 
-from utils import command_line, datasets, failures, models, parquet, preflight, settings
+from utils import (
+    checkpoint_files,
+    command_line,
+    datasets,
+    failures,
+    models,
+    parquet,
+    preflight,
+)
 from utils.parquet import COLUMNS, CORRUPT, decode
 
 
@@ -118,7 +126,10 @@ def evaluate(model, test_shard, rank, world_size):
 
 def report(model, optimizer, metrics):
     """Report to Ray Train, on every rank: it keeps rank 0's metrics and checkpoint."""
-    with settings.explain_writing("The checkpoint"), TemporaryDirectory() as folder:
+    with (
+        checkpoint_files.explain_writing("The checkpoint"),
+        TemporaryDirectory() as folder,
+    ):
         checkpoint = None
         if dist.get_rank() == 0:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -132,7 +143,10 @@ def load_latest(model, optimizer):
     checkpoint = ray.train.get_checkpoint()  # after a failure, or of a resumed run
     if not checkpoint:
         return 0
-    with settings.explain_reading(checkpoint.path), checkpoint.as_directory() as folder:
+    with (
+        checkpoint_files.explain_reading(checkpoint.path),
+        checkpoint.as_directory() as folder,
+    ):
         file = f"{folder}/checkpoint.pt"
         state = torch.load(file, map_location="cpu", weights_only=True)
         model.load_state_dict(state["model"])

@@ -17,7 +17,14 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from utils import command_line, datasets, settings, torchrun_or_ray, zero_config
+from utils import (
+    checkpoint_files,
+    command_line,
+    datasets,
+    settings,
+    torchrun_or_ray,
+    zero_config,
+)
 from utils.models import GPT, SIZES, fill_by_name
 from utils.zero import LOAD_ERRORS, check_world_size, is_universal, load_deepspeed
 
@@ -116,12 +123,12 @@ def save_checkpoint(engine, step, folder):
     """All ranks write their own partition, at the same time; then `latest` names it."""
     tag = f"step-{step:06d}"
     extra = {"step": step, "global_batch": engine.train_batch_size()}
-    with settings.explain_writing(folder / tag):  # a disk may be full
+    with checkpoint_files.explain_writing(folder / tag):  # a disk may be full
         # DeepSpeed's rank 0 would write `latest` while another rank may still be writing
         engine.save_checkpoint(folder, tag, client_state=extra, save_latest=False)
     dist.barrier()
     if dist.get_rank() == 0:
-        with settings.write_whole(folder / "latest") as file:
+        with checkpoint_files.write_whole(folder / "latest") as file:
             file.write(tag.encode())
 
 
@@ -141,10 +148,10 @@ def checkpoint_to_load(folder):
 def load_checkpoint(engine, folder):
     """Every rank reads its own partition; returns the number of steps done."""
     check_world_size(folder, dist.get_world_size())
-    with settings.explain_loading(folder, *LOAD_ERRORS):
+    with checkpoint_files.explain_loading(folder, *LOAD_ERRORS):
         _, client_state = engine.load_checkpoint(folder.parent, folder.name)
         step, global_batch = client_state["step"], client_state["global_batch"]
-    settings.check_global_batch(global_batch, engine.train_batch_size())
+    checkpoint_files.check_global_batch(global_batch, engine.train_batch_size())
     return step
 
 
@@ -160,7 +167,7 @@ def export(engine, checkpoint, path):
             weights = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(
                 checkpoint.parent, checkpoint.name
             )
-        with settings.write_whole(path) as file:
+        with checkpoint_files.write_whole(path) as file:
             torch.save(dict(weights), file)
 
 

@@ -16,7 +16,7 @@ from torch.distributed import fsdp
 from torch.distributed.checkpoint import state_dict as sd
 from torch.nn import functional as F
 
-from utils import command_line, datasets, settings, torchrun_or_ray
+from utils import checkpoint_files, command_line, datasets, settings, torchrun_or_ray
 from utils.models import GPT, SIZES, fill_by_name
 
 
@@ -111,7 +111,7 @@ def save_checkpoint(model, optimizer, step, global_batch, folder):
     """All ranks write their own shards, at the same time."""
     path = folder / f"step-{step:06d}"
     state = state_of(model, optimizer, step, global_batch)
-    with settings.explain_writing(path):  # a disk may be full
+    with checkpoint_files.explain_writing(path):  # a disk may be full
         dcp.save(state, checkpoint_id=path)
 
 
@@ -138,9 +138,9 @@ def resume(model, optimizer, args):
 def load_checkpoint(model, optimizer, global_batch, folder):
     """Every rank reads the pieces of its own shards; returns the number of steps done."""
     state = state_of(model, optimizer, 0, 0)
-    with settings.explain_loading(folder, dcp.CheckpointException):
+    with checkpoint_files.explain_loading(folder, dcp.CheckpointException):
         dcp.load(state, checkpoint_id=folder)
-    settings.check_global_batch(state["global_batch"], global_batch)
+    checkpoint_files.check_global_batch(state["global_batch"], global_batch)
     parts = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
     sd.set_state_dict(model, optimizer, **parts)
     return state["step"]
@@ -151,7 +151,7 @@ def export(model, path):
     options = sd.StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = sd.get_model_state_dict(model, options=options)  # all ranks take part
     if dist.get_rank() == 0:
-        with settings.write_whole(path) as file:
+        with checkpoint_files.write_whole(path) as file:
             torch.save(weights, file)
 
 

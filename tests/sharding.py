@@ -19,12 +19,14 @@ from torch.utils.data import TensorDataset
 
 from tests import scripts
 from tests.compare import vector
-from utils import comms
+from utils import comms, launch
 from utils.comms import count_comms
 from utils.datasets import share_of_batch, text
 from utils.memory import state_bytes
 from utils.models import GPT, GPTConfig
 from utils.zero import load_deepspeed, zero_state_bytes
+
+launch.preload("utils.deepspeed_on_cpus")
 
 CONFIG = GPTConfig(layers=2, block_size=32)
 GLOBAL_BATCH = 12  # 1, 2 and 3 ranks have equal shares of it

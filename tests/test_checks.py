@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from tests.tools import notebooks
 from utils import checks, memory
 from utils.checks.exercise import cases
+from utils.errors import BadInput
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +86,7 @@ def test_the_case_that_fails_is_named(monkeypatch, capsys):
 
 
 def test_unknown_exercise_names_those_there_are():
-    with pytest.raises(ValueError, match=r"No exercise '9\.9': choose from 01\.1\."):
+    with pytest.raises(BadInput, match=r"No exercise '9\.9': choose from 01\.1\."):
         checks.check("9.9", 1)
 
 

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.part02
 PROGRAM = """
 import json, os
 from utils.cluster import start_ray
+from utils.errors import BadInput
 from utils.preflight import check_fits
 import ray
 from ray.cluster_utils import Cluster
@@ -47,7 +48,7 @@ asks = ray.get(ray.remote(lambda: os.environ.get("RAY_API_SERVER_ADDRESS")).remo
 try:
     check_fits(2, {"CPU": 1, "GPU": 1})
     problem = ""
-except ValueError as error:
+except BadInput as error:
     problem = str(error)
 print(json.dumps({
     "cpus": ray.cluster_resources()["CPU"], "found": found, "problem": problem,
@@ -197,6 +198,7 @@ def test_a_cluster_that_does_not_answer_is_said():
 REFUSED = """
 import os
 from utils.cluster import start_ray
+from utils.errors import BadInput
 from ray.cluster_utils import Cluster
 import ray
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
@@ -209,7 +211,7 @@ start_ray(2, address="local", resources={"scanner": 1})
 print(ray.cluster_resources()["scanner"], ray.cluster_resources()["CPU"])
 try:
     start_ray(2, {"CPU": 1000})
-except ValueError as error:
+except BadInput as error:
     print(error)
 ray.shutdown()
 cluster.shutdown()

@@ -6,13 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from utils import command_line
+from utils import command_line, datasets
+from utils.errors import BadInput
 
 SCRIPT = """
 from utils import command_line
+from utils.errors import BadInput
 
 import torch
 import torch.distributed as dist
+from utils.errors import BadInput
 
 
 def main():
@@ -21,7 +24,7 @@ def main():
     parser.parse_args()
     dist.init_process_group("gloo")
     if dist.get_rank() == 1:
-        raise ValueError("rank 1 found no data: name another folder.")
+        raise BadInput("rank 1 found no data: name another folder.")
     dist.all_reduce(torch.zeros(1))  # fails with rank 1, and has nothing to say
 
 
@@ -54,7 +57,7 @@ def script(tmp_path) -> Path:
 def test_a_wrong_command_line_is_a_sentence(arguments, sentence):
     parser = command_line.Parser("A script.")
     parser.add_argument("--epochs", type=command_line.count, default=3)
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(BadInput, match=sentence):
         parser.parse_args(arguments.split())
 
 
@@ -91,20 +94,53 @@ def test_under_torchrun_the_summary_ends_with_the_sentence(script, arguments, se
     assert set(cause[-1]) == {"="}
 
 
-def test_a_mistake_of_ours_keeps_its_traceback(tmp_path):
-    path = tmp_path / "a_script.py"
-    path.write_text("from utils import command_line\ncommand_line.run(lambda: 1 / 0)\n")
+@pytest.mark.parametrize(
+    ("mistake", "says"),
+    [
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("['cat'].index('dog')", "ValueError: 'dog' is not in list"),
+        ("open('/nowhere')", "FileNotFoundError: [Errno 2] No such file or directory"),
+        (
+            "socket.create_connection(('127.0.0.1', 9))",
+            "ConnectionRefusedError: [Errno 111]",
+        ),
+    ],
+)
+def test_a_mistake_keeps_its_traceback(mistake, says, tmp_path):
+    path = mistaken(tmp_path, mistake)
     done = subprocess.run(
         [sys.executable, path], capture_output=True, text=True, timeout=60
     )
-    assert "Traceback" in done.stderr
-    assert done.stderr.endswith("ZeroDivisionError: division by zero\n")
+    assert done.returncode == 1
+    assert f'File "{path}", line 6, in main' in done.stderr
+    assert done.stderr.splitlines()[-1].startswith(says)
+
+
+def mistaken(folder: Path, mistake: str) -> Path:
+    """A script whose `main`, line 6, has a mistake."""
+    path = folder / "a_script.py"
+    path.write_text(
+        "import socket\n\nfrom utils import command_line\n\n"
+        f"def main():\n    {mistake}\n\ncommand_line.run(main)\n"
+    )
+    return path
+
+
+@pytest.mark.slow
+def test_under_torchrun_the_summary_has_the_traceback_of_a_mistake(tmp_path):
+    path = mistaken(tmp_path, "['cat'].index('dog')")
+    command = ["torchrun", "--standalone", "--nproc_per_node=2", path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    cause = done.stderr[done.stderr.index("Root Cause") :]
+    assert f'File "{path}", line 6, in main' in cause
+    assert "ValueError: 'dog' is not in list" in cause
 
 
 def test_batches_larger_than_a_shard_are_refused():
-    command_line.check_batch_size(50, 100, 2)
-    with pytest.raises(ValueError, match="each of 2 workers gets 50 of the 101 rows"):
-        command_line.check_batch_size(51, 101, 2)
+    datasets.check_batch_size(50, 100, 2)
+    with pytest.raises(BadInput, match="each of 2 workers gets 50 of the 101 rows"):
+        datasets.check_batch_size(51, 101, 2)
 
 
 def test_a_checkpoint_is_gone_on_from_where_that_is_meant(tmp_path, monkeypatch):
@@ -114,11 +150,13 @@ def test_a_checkpoint_is_gone_on_from_where_that_is_meant(tmp_path, monkeypatch)
     find, path = command_line.find_checkpoint, tmp_path / "runs" / "checkpoint.pt"
     assert find(None, False) is None
     assert find(path.parent, False) == path
-    with pytest.raises(OSError, match=r"no \S+checkpoint.pt to resume from: leave out"):
+    with pytest.raises(
+        BadInput, match=r"no \S+checkpoint.pt to resume from: leave out"
+    ):
         find(path.parent, True)
     path.write_text("of an earlier run")
     assert find(path.parent, True) == path
-    with pytest.raises(ValueError, match="add --resume to go on from it"):
+    with pytest.raises(BadInput, match="add --resume to go on from it"):
         find(path.parent, False)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert find(path.parent, False) == path

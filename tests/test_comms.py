@@ -9,6 +9,7 @@ from torch.distributed import _functional_collectives as functional
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from utils import comms
+from utils.errors import BadInput
 from utils.launch import run_ranks
 from utils.models import resnet18
 
@@ -109,7 +110,7 @@ def test_ring_formula():
 
 
 def test_a_strategy_that_does_not_exist_is_refused():
-    with pytest.raises(ValueError, match="choose from ddp"):
+    with pytest.raises(BadInput, match="choose from ddp"):
         comms.predict("zero4", 1, 1)
 
 

@@ -16,6 +16,7 @@ from torchvision import datasets as tv
 
 from utils import datasets
 from utils.datasets import downloaded, shipped
+from utils.errors import BadInput
 from utils.launch import run_ranks
 
 # Nothing listens there, so that a download fails at once wherever the tests run.
@@ -66,24 +67,22 @@ def test_damaged_file_is_named(monkeypatch, tmp_path):
     copy = tmp_path / "digits.npz"
     copy.write_bytes(content)
     monkeypatch.setattr(shipped, "DIGITS_FILE", copy)
-    with pytest.raises(OSError, match="is damaged") as e:
+    with pytest.raises(BadInput, match="is damaged") as e:
         datasets.digits()
     assert str(copy) in str(e.value)
     assert "git checkout -- utils/data" in str(e.value)
     assert "\n" not in str(e.value)
     copy.unlink()
-    with pytest.raises(OSError, match=r"cannot be read \(No such file") as e:
+    with pytest.raises(BadInput, match=r"cannot be read \(No such file") as e:
         datasets.digits()
     assert str(copy) in str(e.value)
 
 
 def test_unknown_names():
-    with pytest.raises(ValueError, match=f"one of {', '.join(datasets.DATASETS)}"):
+    with pytest.raises(BadInput, match=f"one of {', '.join(datasets.DATASETS)}"):
         datasets.load("imagenet")
     for name in datasets.DATASETS:
-        with pytest.raises(
-            ValueError, match="'validation', but must be 'train' or 'te"
-        ):
+        with pytest.raises(BadInput, match="'validation', but must be 'train' or 'te"):
             datasets.load(name, "validation")
     assert len(datasets.load("digits", "test")) == 360
 
@@ -96,7 +95,7 @@ def without_network(load):
     start = time.monotonic()
     try:
         load()
-    except OSError as error:
+    except BadInput as error:
         return str(error), time.monotonic() - start
 
 
@@ -139,7 +138,7 @@ def fails_with(error):
 def test_no_room_is_not_called_no_network(storage, code):
     failing = fails_with(OSError(code, os.strerror(code)))
     with pytest.raises(
-        OSError, match=r"cannot be written to .*set WORKSHOP_STORA"
+        BadInput, match=r"cannot be written to .*set WORKSHOP_STORA"
     ) as e:
         downloaded._from_torchvision(failing, "train")
     assert f"{storage / 'datasets'} ({os.strerror(code)})" in str(e.value)
@@ -159,7 +158,7 @@ def test_no_room_is_not_called_no_network(storage, code):
 )
 def test_a_download_that_breaks_is_called_no_network(error):
     with pytest.raises(
-        OSError, match=r"could not be downloaded .*connect to a network"
+        BadInput, match=r"could not be downloaded .*connect to a network"
     ):
         downloaded._from_torchvision(fails_with(error), "train")
 
@@ -180,7 +179,7 @@ CUT = bytes([0, 0, 8, 3, 0, 0, 0xEA, 0x60, 0, 0, 0, 28, 0, 0, 0, 28, 1, 2, 3])
 )
 def test_damaged_download_is_named(storage, content):
     folder = damage_mnist(storage, content)
-    with pytest.raises(OSError, match=r"is damaged .*delete this folder") as e:
+    with pytest.raises(BadInput, match=r"is damaged .*delete this folder") as e:
         datasets.mnist()
     assert f"downloaded to {folder} is" in str(e.value)
     assert "network" not in str(e.value)
@@ -255,9 +254,9 @@ def test_downloaded_without_a_process_group(storage):
 
 def test_batches_that_cannot_be_shared_are_refused():
     data = datasets.text("test", 64)
-    with pytest.raises(ValueError, match="3 ranks cannot share a batch of 16 equally"):
+    with pytest.raises(BadInput, match="3 ranks cannot share a batch of 16 equally"):
         datasets.share_of_batch(data, 0, 16, rank=0, world_size=3)
-    with pytest.raises(ValueError, match="examples: lower the batch size"):
+    with pytest.raises(BadInput, match="examples: lower the batch size"):
         datasets.share_of_batch(data, 0, len(data) + 1, rank=0, world_size=1)
 
 

@@ -8,6 +8,7 @@ import torch
 
 from tests import scripts, sharding
 from utils import zero, zero_config
+from utils.errors import BadInput
 from utils.launch import run_ranks
 
 pytestmark = pytest.mark.part03
@@ -86,7 +87,7 @@ def test_the_whole_batch_may_be_auto(config_of):
     ],
 )
 def test_what_cannot_be_is_a_sentence(command_line, changes, says, config_of):
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(BadInput, match=says):
         config_of(command_line, **changes)
 
 
@@ -103,7 +104,7 @@ def test_a_file_that_is_no_configuration_is_a_sentence(text, says, tmp_path):
     path = tmp_path / "changed.json"
     if text:
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(BadInput, match=says):
         zero_config.read_config(path)
 
 
@@ -135,7 +136,7 @@ def test_batch_sizes_of_a_config_have_to_agree(whole, passes, fits):
     if fits:
         zero_config.check_batch_size(config, 2)
     else:
-        with pytest.raises(ValueError, match=r"says train_batch_size .*leave out"):
+        with pytest.raises(BadInput, match=r"says train_batch_size .*leave out"):
             zero_config.check_batch_size(config, 2)
 
 

@@ -6,12 +6,13 @@ import ray
 from ray.train import ControllerError, WorkerGroupError
 
 from utils import failures
+from utils.errors import BadInput
 
 pytestmark = pytest.mark.part02
 
 
 def test_what_a_worker_says_is_wrong_is_found():
-    bug, sentence = TypeError("a bug"), ValueError("a sentence")
+    bug, sentence = ValueError("a bug"), BadInput("a sentence")
     assert (
         failures.what_to_mend(WorkerGroupError("failed", {0: bug, 1: sentence}))
         is sentence
@@ -25,10 +26,11 @@ def test_what_a_worker_says_is_wrong_is_found():
 @pytest.mark.parametrize(
     ("error", "ends"),
     [
-        (ValueError("a sentence"), True),
-        (ray.exceptions.RayTaskError("f", "", OSError("a damaged page")), True),
-        (ray.exceptions.RayTaskError("f", "", pa.ArrowInvalid("damaged")), True),
-        (ray.exceptions.RayTaskError("f", "", ValueError("a sentence")), True),
+        (BadInput("a sentence"), True),
+        (ray.exceptions.RayTaskError("f", "", BadInput("a sentence")), True),
+        (ValueError("of somebody's own train_fn"), False),
+        (ray.exceptions.RayTaskError("f", "", ValueError("of a map_batches")), False),
+        (ray.exceptions.RayTaskError("f", "", OSError("a damaged page")), False),
         (OSError(28, "No space left on device"), False),  # a disk may get room again
         (ray.exceptions.RayActorError(), False),
         (RuntimeError("Connection closed by peer"), False),  # a rank whose peer died
@@ -56,10 +58,10 @@ def task_error(cause):
 
 def test_of_what_a_task_said_the_first_line_is_the_sentence():
     """Ray Data adds others, about retries."""
-    error = task_error(ValueError("a sentence\nFailed after 1/1 attempts"))
+    error = task_error(BadInput("a sentence\nFailed after 1/1 attempts"))
     failure = WorkerGroupError("failed", {0: error})
     found = failures.what_to_mend(failure)
-    assert type(found) is ValueError
+    assert type(found) is BadInput
     assert str(found) == "a sentence"
 
 
@@ -71,8 +73,8 @@ def no_shutdown(monkeypatch):
 
 
 def test_a_run_ends_with_the_sentence_below_all_logs(no_shutdown):
-    failure = WorkerGroupError("failed", {0: ValueError("a sentence")})
-    with pytest.raises(ValueError, match="a sentence") as raised:
+    failure = WorkerGroupError("failed", {0: BadInput("a sentence")})
+    with pytest.raises(BadInput, match="a sentence") as raised:
         with failures.in_a_sentence():
             raise failure
     assert raised.value.__cause__ is failure
@@ -80,9 +82,10 @@ def test_a_run_ends_with_the_sentence_below_all_logs(no_shutdown):
 
 
 def test_a_bug_keeps_its_traceback(no_shutdown):
-    failure = WorkerGroupError("failed", {0: TypeError("a bug")})
-    with pytest.raises(WorkerGroupError), failures.in_a_sentence():
-        raise failure
+    for bug in (TypeError("a bug"), ValueError("a bug"), OSError("a bug")):
+        failure = WorkerGroupError("failed", {0: bug})
+        with pytest.raises(WorkerGroupError), failures.in_a_sentence():
+            raise failure
 
 
 @pytest.mark.parametrize(
@@ -90,7 +93,7 @@ def test_a_bug_keeps_its_traceback(no_shutdown):
     [
         (task_error(OSError("a damaged page")), True),
         (task_error(pa.ArrowInvalid("a damaged page")), True),
-        (task_error(ValueError("An image is corrupt")), False),
+        (task_error(BadInput("An image is corrupt")), False),
         (OSError(28, "No space left on device"), False),
     ],
 )
@@ -99,7 +102,7 @@ def test_only_what_a_task_could_not_read_has_the_data_read_again(
 ):
     """Else a full disk, or a missing folder to resume, would cost a pass over all data."""
     again = []
-    with pytest.raises((ValueError, OSError)):
+    with pytest.raises((BadInput, WorkerGroupError)):
         with failures.in_a_sentence(lambda: again.append(True)):
             raise WorkerGroupError("failed", {0: error})
     assert again == [True] * read

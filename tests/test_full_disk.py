@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from tests import scripts
-from utils import settings
+from utils import checkpoint_files
+from utils.errors import BadInput
 
 pytestmark = [pytest.mark.part01, pytest.mark.part02]
 
@@ -22,7 +23,7 @@ def test_a_checkpoint_is_written_whole_or_not_at_all(small_disk):
     before = path.read_bytes()
 
     model = torch.nn.Linear(2000, 2000)  # 16 MB
-    with pytest.raises(OSError, match=r"No space left.*What was saved before") as said:
+    with pytest.raises(BadInput, match=r"No space left.*What was saved before") as said:
         train_ddp.save_checkpoint(path, model, optimizer, 2, 0.5)
     assert str(path) in str(said.value)
     assert path.read_bytes() == before
@@ -83,5 +84,5 @@ def test_under_ray_the_last_line_is_the_sentence(small_disk):
 
 def test_other_errors_stay_what_they_are():
     with pytest.raises(RuntimeError, match="of ours"):
-        with settings.explain_writing("a file"):
+        with checkpoint_files.explain_writing("a file"):
             raise RuntimeError("of ours")

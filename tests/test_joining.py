@@ -132,9 +132,10 @@ def test_a_token_that_is_here_is_sent(heads):
 NOT_JOINED = """
 import os
 from utils.cluster import start_ray
+from utils.errors import BadInput
 try:
     start_ray(2)
-except ConnectionError:
+except BadInput:
     print(os.environ.get("RAY_API_SERVER_ADDRESS"))
 """
 

@@ -21,7 +21,7 @@ import yaml
 
 from tests import manifests
 from tests.manifests import CLUSTER, KUBERAY, RAY, ROOT, documents
-from utils import settings
+from utils import checkpoint_files
 
 pytestmark = pytest.mark.part02
 TAG = "v1.7.0"
@@ -55,7 +55,7 @@ def schemas() -> Path | None:
                     content = file.read()
             except OSError:
                 return None
-            with settings.write_whole(folder / name) as file:
+            with checkpoint_files.write_whole(folder / name) as file:
                 file.write(content)
     return folder
 

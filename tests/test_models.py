@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from utils.errors import BadInput
 from utils.models import (
     GPT,
     GPT2_124M,
@@ -39,7 +40,7 @@ def test_norms():
         norms = [m for m in resnet18(norm=name).modules() if "Norm" in type(m).__name__]
         assert len(norms) == 20
         assert all(type(norm) is kind for norm in norms)
-    with pytest.raises(ValueError, match="'layer', but must be 'group' or 'batch'"):
+    with pytest.raises(BadInput, match="'layer', but must be 'group' or 'batch'"):
         resnet18(norm="layer")
 
 
@@ -125,7 +126,7 @@ def test_generate_continues_with_the_most_likely_token():
 
 
 def test_a_gpt_says_what_is_wrong():
-    with pytest.raises(ValueError, match="choose a multiple of the number of heads"):
+    with pytest.raises(BadInput, match="choose a multiple of the number of heads"):
         GPT(GPTConfig(width=65))
-    with pytest.raises(ValueError, match="reads at most 64"):
+    with pytest.raises(BadInput, match="reads at most 64"):
         GPT(SMOKE)(torch.zeros(1, 65, dtype=torch.long))

@@ -6,6 +6,7 @@ import pytest
 
 from utils import parquet
 from utils.datasets import write_shards
+from utils.errors import BadInput
 
 pytestmark = pytest.mark.part02
 
@@ -26,11 +27,11 @@ def test_folders_and_files_of_parquet_are_found(shards):
 
 
 def test_paths_that_do_not_exist_or_hold_nothing_are_named(tmp_path):
-    with pytest.raises(OSError, match=r"nowhere cannot be read .*correct --data-path"):
+    with pytest.raises(BadInput, match=r"nowhere cannot be read .*correct --data-path"):
         parquet.find_parquet(str(tmp_path / "nowhere"))
-    with pytest.raises(OSError, match=r"There is no \.parquet file in"):
+    with pytest.raises(BadInput, match=r"There is no \.parquet file in"):
         parquet.find_parquet(str(tmp_path))
-    with pytest.raises(OSError, match=r"cannot be read .*correct --data-path"):
+    with pytest.raises(BadInput, match=r"cannot be read .*correct --data-path"):
         parquet.find_parquet("nonsense://bucket/folder")
 
 
@@ -44,14 +45,14 @@ def test_a_folder_without_access_is_named(tmp_path, monkeypatch):
             raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(parquet.fs, "FileSystem", Locked)
-    with pytest.raises(OSError, match=r"Permission denied.*your access to it"):
+    with pytest.raises(BadInput, match=r"Permission denied.*your access to it"):
         parquet.find_parquet(str(tmp_path))
 
 
 def test_missing_columns_are_named(tmp_path):
     pq.write_table(pa.table({"picture": [b""], "label": [1]}), tmp_path / "a.parquet")
     system, files = parquet.find_parquet(str(tmp_path))
-    with pytest.raises(ValueError, match=r"no column image \(it has picture, label\)"):
+    with pytest.raises(BadInput, match=r"no column image \(it has picture, label\)"):
         parquet.check_parquet(system, files, ["image", "label"])
 
 
@@ -59,14 +60,12 @@ def test_corrupt_files_fail_by_name_or_are_left_out(tmp_path):
     paths = list(write_shards(tmp_path, 1e-4, image_size=28, rows_per_shard=48))
     paths[1].write_bytes(paths[1].read_bytes()[:1000])  # an upload that was cut off
     system, files = parquet.find_parquet(str(tmp_path))
-    with pytest.raises(
-        ValueError, match=r"shard-00001\.parquet is not a whole Parquet"
-    ):
+    with pytest.raises(BadInput, match=r"shard-00001\.parquet is not a whole Parquet"):
         parquet.check_parquet(system, files, ["image"])
     whole, rows, corrupt = parquet.check_parquet(system, files, ["image"], True)
     assert corrupt == [str(paths[1])]
     assert rows == 48 * (len(paths) - 1) == 48 * len(whole)
-    with pytest.raises(ValueError, match="All Parquet files are corrupt"):
+    with pytest.raises(BadInput, match="All Parquet files are corrupt"):
         parquet.check_parquet(system, corrupt, ["image"], True)
 
 
@@ -88,5 +87,5 @@ def test_a_file_without_access_is_not_called_corrupt(
 
     monkeypatch.setattr(parquet.pq, "ParquetFile", no_access)
     system, files = parquet.find_parquet(str(shards[0]))
-    with pytest.raises(OSError, match=r"cannot be read .*correct your access to it"):
+    with pytest.raises(BadInput, match=r"cannot be read .*correct your access to it"):
         parquet.check_parquet(system, files, ["image"], skip_corrupt)

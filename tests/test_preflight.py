@@ -9,6 +9,7 @@ import ray
 import torch
 
 from utils import preflight
+from utils.errors import BadInput
 
 pytestmark = pytest.mark.part02
 
@@ -46,7 +47,7 @@ def test_fitting(monkeypatch, nodes, workers, resources, fits):
     if fits:
         preflight.check_fits(workers, resources)
     else:
-        with pytest.raises(ValueError, match="has room for"):
+        with pytest.raises(BadInput, match="has room for"):
             preflight.check_fits(workers, resources)
 
 
@@ -91,7 +92,7 @@ def test_a_cluster_that_grows_is_not_checked(monkeypatch):
 def test_a_ray_that_does_not_fit_two_workers_and_data_is_refused(started):
     cpus = int(ray.cluster_resources()["CPU"])
     preflight.check_spare_cpus(cpus - 1)
-    with pytest.raises(ValueError, match="none is left to read and decode the data"):
+    with pytest.raises(BadInput, match="none is left to read and decode the data"):
         preflight.check_spare_cpus(cpus)
 
 
@@ -110,7 +111,7 @@ def test_a_storage_path_that_workers_see_differently_is_refused(
     monkeypatch.setattr(preflight.ray, "nodes", lambda: nodes * 2)
     preflight.check_shared(tmp_path)
     assert os.listdir(tmp_path) == []  # nothing is left behind
-    with pytest.raises(OSError, match="is not shared: node"):
+    with pytest.raises(BadInput, match="is not shared: node"):
         preflight.check_shared("/proc/self/cwd")
 
 
@@ -124,7 +125,7 @@ def test_data_that_only_some_nodes_have_are_refused(started, tmp_path, monkeypat
     preflight.check_shared(tmp_path)
     preflight.check_shared("s3://bucket/is/not/looked/at")
     for path in ("/proc/self/cwd", "/proc/self/cwd/a.parquet"):
-        with pytest.raises(OSError, match=r"do not see a\.parquet in it"):
+        with pytest.raises(BadInput, match=r"do not see a\.parquet in it"):
             preflight.check_shared(path)
 
 

@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests import scripts
 from utils.datasets import write_shards
 from utils.datasets.shards import encode_png
+from utils.errors import BadInput
 
 pytestmark = pytest.mark.part02
 
@@ -110,7 +111,7 @@ def test_a_run_leaves_out_and_counts_what_is_corrupt(damaged, tmp_path, call, ca
     assert len(epochs) == 2
     assert set(epochs) == {("4", "144", "1")}
     assert len(list(tmp_path.glob("*/checkpoint_2*"))) == 1  # of the last epoch
-    with pytest.raises(ValueError, match="holds an earlier run: add --resume"):
+    with pytest.raises(BadInput, match="holds an earlier run: add --resume"):
         call("--checkpoint-dir", tmp_path)  # it is refused before Ray starts
 
 
@@ -155,7 +156,7 @@ def test_a_run_on_its_own_data_keeps_what_it_saved_when_that_is_damaged(
     (shard,) = tmp_path.glob("digits-224/train-*/shard-*.parquet")
     whole = shard.read_bytes()
     write_with_a_damaged_page(shard, pq.read_table(shard))
-    with pytest.raises(ValueError, match=rf"{shard.name} is not a whole Parquet file"):
+    with pytest.raises(BadInput, match=rf"{shard.name} is not a whole Parquet file"):
         call(*arguments, 2, "--resume", "--data-path", shard)
     assert saved.read_bytes() == before
 
@@ -171,7 +172,7 @@ def test_decode_gives_black_and_a_label_that_the_loss_ignores():
     assert decoded["image"].shape == (1, 1, 28, 28)
     assert decoded["image"].max() == 0
     assert decoded["label"].tolist() == [script.CORRUPT]
-    with pytest.raises(ValueError, match=r"An image in here\.parquet is corrupt"):
+    with pytest.raises(BadInput, match=r"An image in here\.parquet is corrupt"):
         script.decode(batch, on_corrupt="fail")
 
 
@@ -189,7 +190,7 @@ def a_bomb():
 def test_whatever_cannot_be_decoded_names_its_file(kind):
     image = a_bomb() if kind == "a bomb" else {"bytes": b"", "path": "1.png"}
     batch = {"image": [image], "label": np.array([3]), "path": ["here.parquet"]}
-    with pytest.raises(ValueError, match=r"An image in here\.parquet is corrupt"):
+    with pytest.raises(BadInput, match=r"An image in here\.parquet is corrupt"):
         script.decode(batch)
     assert script.decode(batch, "skip")["label"].tolist() == [script.CORRUPT]
 
@@ -256,7 +257,7 @@ def read_images(folder, on_corrupt):
 class TestReading:
     def test_a_corrupt_image_fails_with_the_name_of_its_file(self, whole_files):
         dataset = read_images(whole_files, "fail")
-        with pytest.raises(ValueError, match=r"shard-00000\.parquet is corrupt"):
+        with pytest.raises(BadInput, match=r"shard-00000\.parquet is corrupt"):
             dataset.take_all()
 
     def test_a_corrupt_image_is_counted(self, whole_files):
@@ -273,13 +274,13 @@ class TestReading:
 
     def test_no_cpu_to_decode_with_is_said(self, whole_files, call, monkeypatch):
         monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 1})
-        with pytest.raises(ValueError, match="none is left to read and decode"):
+        with pytest.raises(BadInput, match="none is left to read and decode"):
             call("--data-path", whole_files)
 
     def test_more_workers_than_the_cluster_has_room_for_are_refused(
         self, whole_files, call
     ):
-        with pytest.raises(ValueError, match="asks for 99 workers"):
+        with pytest.raises(BadInput, match="asks for 99 workers"):
             call("--data-path", whole_files, "--num-workers", 99)
 
     def test_all_nodes_have_to_share_both_folders(
@@ -304,21 +305,21 @@ def no_ray(monkeypatch):
 @pytest.mark.usefixtures("no_ray")
 class TestBadInput:
     def test_a_cut_file_fails_with_its_name(self, damaged, call):
-        with pytest.raises(ValueError, match=r"shard-00003\.parquet is not a whole"):
+        with pytest.raises(BadInput, match=r"shard-00003\.parquet is not a whole"):
             call("--data-path", damaged)
 
     def test_a_path_that_does_not_exist_is_named(self, tmp_path, call):
-        with pytest.raises(OSError, match=r"nowhere cannot be read"):
+        with pytest.raises(BadInput, match=r"nowhere cannot be read"):
             call("--data-path", tmp_path / "nowhere")
 
     def test_columns_that_are_missing_are_named(self, tmp_path, call):
         table = pa.table({"picture": [b""], "label": [1]})
         pq.write_table(table, tmp_path / "a.parquet")
-        with pytest.raises(ValueError, match="has no column image"):
+        with pytest.raises(BadInput, match="has no column image"):
             call("--data-path", tmp_path)
 
     def test_batches_larger_than_a_shard_are_refused(self, whole_files, call):
-        with pytest.raises(ValueError, match="The batch size is 145, but each of 1"):
+        with pytest.raises(BadInput, match="The batch size is 145, but each of 1"):
             call("--data-path", whole_files, "--batch-size", 145, "--num-workers", 1)
 
 
@@ -342,5 +343,5 @@ def test_wrong_options_are_named(arguments, sentence, tmp_path, call, monkeypatc
     monkeypatch.setenv("WORKSHOP_STORAGE", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a_file").write_text("")
-    with pytest.raises((ValueError, OSError), match=sentence):
+    with pytest.raises(BadInput, match=sentence):
         call(*arguments)

@@ -18,6 +18,7 @@ from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
 from tests import scripts
+from utils.errors import BadInput
 from utils.launch import run_ranks
 
 pytestmark = [pytest.mark.part01, pytest.mark.part02]
@@ -145,7 +146,7 @@ def test_a_restart_without_a_shared_folder_is_said(tmp_path):
         path = train_ddp.command_line.find_checkpoint(folder, resume=False)
         try:
             return train_ddp.load_checkpoint(path, model, optimizer)
-        except OSError as problem:
+        except BadInput as problem:
             return str(problem)
 
     first, second = run_ranks(load, 2)

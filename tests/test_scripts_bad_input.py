@@ -16,7 +16,8 @@ import torch.distributed as dist
 from ray.train import Checkpoint
 
 from tests import scripts
-from utils import settings
+from utils import checkpoint_files
+from utils.errors import BadInput
 from utils.processes import free_port
 
 pytestmark = [pytest.mark.part01, pytest.mark.part02]
@@ -36,7 +37,7 @@ def complaint(monkeypatch):
 
     def call(path: Path, *arguments) -> str:
         monkeypatch.setattr(sys, "argv", [path.name, *map(str, arguments)])
-        with pytest.raises((ValueError, OSError)) as raised:
+        with pytest.raises(BadInput) as raised:
             scripts.load(path).main()
         assert "\n" not in str(raised.value)
         return str(raised.value)
@@ -182,7 +183,7 @@ def test_a_checkpoint_that_does_not_fit(path, how, tmp_path, monkeypatch):
     file = tmp_path / "checkpoint.pt"
     file.write_bytes(SPOILT[how])
     script = scripts.load(path)
-    with pytest.raises(ValueError, match="start without --resume") as raised:
+    with pytest.raises(BadInput, match="start without --resume") as raised:
         load(script, file, monkeypatch)
     assert str(file.parent) in str(raised.value)
     assert "damaged" in str(raised.value)
@@ -209,7 +210,7 @@ def test_a_checkpoint_that_fits_is_loaded(path, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("mistake", [AttributeError, NameError, AssertionError])
 def test_a_mistake_of_ours_is_not_called_damage(mistake):
-    with pytest.raises(mistake), settings.explain_reading("checkpoint.pt"):
+    with pytest.raises(mistake), checkpoint_files.explain_reading("checkpoint.pt"):
         raise mistake("of ours")
 
 

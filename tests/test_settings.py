@@ -2,12 +2,12 @@
 
 import subprocess
 import sys
-from contextlib import suppress
 
 import pytest
 import torch
 
 from utils import settings
+from utils.errors import BadInput
 
 
 @pytest.fixture(params=[True, False], ids=["cuda", "no cuda"])
@@ -51,9 +51,7 @@ def test_full_uses_every_gpu_there_is(cuda, monkeypatch):
 def test_wrong_mode_names_the_three(monkeypatch, wrong):
     monkeypatch.setenv("WORKSHOP_MODE", wrong)
     for ask in (settings.mode, settings.device, lambda: settings.pick(smoke=1, full=2)):
-        with pytest.raises(
-            ValueError, match="must be one of auto, smoke and full"
-        ) as e:
+        with pytest.raises(BadInput, match="must be one of auto, smoke and full") as e:
             ask()
         assert repr(wrong) in str(e.value)
         assert "\n" not in str(e.value)
@@ -78,7 +76,7 @@ def test_asking_for_the_mode_does_not_import_torch():
 def test_storage_path_that_is_no_folder(monkeypatch, tmp_path, address):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WORKSHOP_STORAGE", address)
-    with pytest.raises(ValueError, match="is an address: name a path"):
+    with pytest.raises(BadInput, match="is an address: name a path"):
         settings.storage_path()
     assert list(tmp_path.iterdir()) == []
 
@@ -98,49 +96,8 @@ def test_storage_path_that_cannot_be_written(monkeypatch, tmp_path, place):
     (tmp_path / "file").touch()
     path = place.format(tmp=tmp_path)
     monkeypatch.setenv("WORKSHOP_STORAGE", path)
-    with pytest.raises(OSError, match="set WORKSHOP_STORAGE to another") as e:
+    with pytest.raises(BadInput, match="set WORKSHOP_STORAGE to another") as e:
         settings.storage_path()
     assert f"The folder {path} cannot be written to (" in str(e.value)
     assert "None" not in str(e.value)
     assert "\n" not in str(e.value)
-
-
-def test_a_file_is_written_whole_or_not_at_all(tmp_path):
-    path = tmp_path / "new folder" / "result"
-    with settings.write_whole(path) as file:
-        file.write(b"first")
-        assert not path.exists()
-    with suppress(KeyboardInterrupt), settings.write_whole(path) as file:
-        file.write(b"second, cut")
-        raise KeyboardInterrupt
-    assert path.read_bytes() == b"first"
-    assert list(path.parent.iterdir()) == [path]
-
-
-def test_a_file_has_its_name_only_when_it_is_on_the_disk(tmp_path, monkeypatch):
-    calls = []
-    for name in ("fsync", "replace"):
-        done = getattr(settings.os, name)
-        monkeypatch.setattr(
-            settings.os,
-            name,
-            lambda *args, name=name, done=done: calls.append(name) or done(*args),
-        )
-    with settings.write_whole(tmp_path / "result") as file:
-        file.write(b"all of it")
-    assert calls == ["fsync", "replace"]
-
-
-def test_a_full_disk_is_one_sentence_and_loses_nothing(tmp_path, monkeypatch):
-    path = tmp_path / "result"
-    path.write_bytes(b"first")
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(settings.os, "fsync", full)
-    with pytest.raises(OSError, match=r"cannot be written \(No space left on device\)"):
-        with settings.write_whole(path) as file:
-            file.write(b"second")
-    assert path.read_bytes() == b"first"
-    assert list(tmp_path.iterdir()) == [path]

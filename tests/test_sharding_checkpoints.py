@@ -19,6 +19,7 @@ from ray.train import WorkerGroupError
 
 from tests import scripts, sharding
 from utils import settings, torchrun_or_ray, zero
+from utils.errors import BadInput
 from utils.launch import run_ranks
 
 pytestmark = pytest.mark.part03
@@ -152,12 +153,12 @@ def test_a_full_disk_is_a_sentence_on_all_ranks_and_leaves_what_was_saved(tmp_pa
         script.save_checkpoint(model, optimizer, 5, 12, tmp_path)
         if dist.get_rank() == 1:
             fill_the_disk()
-        with pytest.raises(OSError, match="cannot be written") as error:
+        with pytest.raises(BadInput, match="cannot be written") as error:
             script.save_checkpoint(model, optimizer, 10, 12, tmp_path)
         said.append(str(error.value))
         if dist.get_rank() == 0:
             fill_the_disk()
-            with pytest.raises(OSError, match="cannot be written") as error:
+            with pytest.raises(BadInput, match="cannot be written") as error:
                 script.export(model, tmp_path / "model.pt")
             said.append(str(error.value))
         else:
@@ -202,7 +203,9 @@ def test_a_full_disk_of_one_rank_ends_zero_with_a_sentence(tmp_path):
             fill_the_disk()
         script.save_checkpoint(engine, 10, tmp_path)
 
-    with pytest.raises(RuntimeError, match=r"rank 1 .*OSError: .*10 cannot be written"):
+    with pytest.raises(
+        RuntimeError, match=r"rank 1 .*BadInput: .*10 cannot be written"
+    ):
         run_ranks(save, 2, timeout=60)
     assert (tmp_path / "latest").read_text() == "step-000005"
 
@@ -215,7 +218,7 @@ WIDER = sharding.GPTConfig(layers=2, block_size=32, width=96)
 
 
 def says(match: str, load: Callable, *args) -> str:
-    with pytest.raises(ValueError, match=match) as error:
+    with pytest.raises(BadInput, match=match) as error:
         load(*args)
     return str(error.value)
 
@@ -289,7 +292,7 @@ def test_a_checkpoint_of_another_world_size_says_how_to_convert(tmp_path):
     for rank in range(2):
         (tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
     zero.check_world_size(tmp_path, 2)
-    with pytest.raises(ValueError, match=r"made for 2 workers.*ds_to_universal"):
+    with pytest.raises(BadInput, match=r"made for 2 workers.*ds_to_universal"):
         zero.check_world_size(tmp_path, 3)
     (tmp_path / "zero").mkdir()  # as in a converted one
     zero.check_world_size(tmp_path, 3)
@@ -307,7 +310,7 @@ def test_a_checkpoint_of_another_world_size_says_how_to_convert(tmp_path):
 def test_a_folder_and_the_command_line_have_to_agree(resume, found, sentence, tmp_path):
     folder = tmp_path / "checkpoints"
     args = Namespace(checkpoint_dir=folder, resume=resume, steps=10, export=None)
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(BadInput, match=sentence):
         torchrun_or_ray.check_resume(args, found and folder / found)
     assert not folder.exists()
 
@@ -318,7 +321,7 @@ def test_folders_are_written_to_before_training(tmp_path):
     torchrun_or_ray.check_resume(args, tmp_path / "step-000005")
     (tmp_path / "a file").touch()
     args.export = tmp_path / "a file" / "model.pt"
-    with pytest.raises(OSError, match="cannot be written to"):
+    with pytest.raises(BadInput, match="cannot be written to"):
         torchrun_or_ray.check_resume(args, tmp_path / "step-000005")
 
 
@@ -339,7 +342,7 @@ def test_how_a_script_was_called_is_checked_first(script, tmp_path, monkeypatch)
     def said(*flags, **how) -> str:
         try:
             call(script, monkeypatch, *flags, **how)
-        except ValueError as error:
+        except BadInput as error:
             return str(error)
         pytest.fail("nothing was wrong")
 
@@ -368,14 +371,14 @@ def test_what_a_worker_of_ray_finds_is_what_the_script_raises(
     """All nodes are asked for its folders before that."""
 
     def fit(trainer):
-        raise WorkerGroupError("failed", {1: ValueError("a sentence")})
+        raise WorkerGroupError("failed", {1: BadInput("a sentence")})
 
     asked = []
     monkeypatch.setattr("utils.cluster.start_ray", lambda num_workers: None)
     monkeypatch.setattr("utils.preflight.check_shared", asked.append)
     monkeypatch.setattr("ray.train.torch.TorchTrainer.fit", fit)
     arguments = ["--num-workers", 2, "--checkpoint-dir", tmp_path]
-    with pytest.raises(ValueError, match=r"^a sentence$"):
+    with pytest.raises(BadInput, match=r"^a sentence$"):
         call(script, monkeypatch, *arguments, rank=None)
     assert asked == [settings.storage_path(), tmp_path]
 

@@ -17,6 +17,7 @@ from PIL import Image
 
 from utils.datasets import shards
 from utils.datasets.shards import augment, encode_png, write_shards
+from utils.errors import BadInput
 from utils.launch import run_ranks
 
 pytestmark = pytest.mark.part02
@@ -157,14 +158,14 @@ def test_augment_gives_the_size_that_was_asked(size):
 
 @pytest.mark.parametrize("wrong", [{"size_gb": 0}, {"size_gb": 1, "image_size": -1}])
 def test_numbers_must_be_positive(tmp_path, wrong):
-    with pytest.raises(ValueError, match=r"is (0|-1), but must be positive"):
+    with pytest.raises(BadInput, match=r"is (0|-1), but must be positive"):
         write_shards(tmp_path, **wrong)
 
 
 def test_other_arguments_in_the_same_folder_are_refused(tmp_path):
     list(write_shards(tmp_path, SIZE_GB, **SMALL))
     before = contents(tmp_path)
-    with pytest.raises(ValueError, match="not written with these arguments: name ano"):
+    with pytest.raises(BadInput, match="not written with these arguments: name ano"):
         write_shards(tmp_path, SIZE_GB, image_size=29, rows_per_shard=48)
     assert contents(tmp_path) == before
 
@@ -172,9 +173,7 @@ def test_other_arguments_in_the_same_folder_are_refused(tmp_path):
 def test_a_file_of_somebody_else_is_not_taken_for_a_shard(tmp_path):
     table = pa.table({"id": [1]}).replace_schema_metadata(None)
     pq.write_table(table, tmp_path / "shard-00000.parquet", store_schema=False)
-    with pytest.raises(
-        ValueError, match=r"holds shard-00000\.parquet, which was not wr"
-    ):
+    with pytest.raises(BadInput, match=r"holds shard-00000\.parquet, which was not wr"):
         write_shards(tmp_path, SIZE_GB, **SMALL)
 
 
@@ -183,13 +182,13 @@ def test_a_cut_file_is_named(tmp_path, size):
     path = list(write_shards(tmp_path, SIZE_GB, **SMALL))[1]
     path.write_bytes(path.read_bytes()[:size])
     with pytest.raises(
-        ValueError, match=r"shard-00001\.parquet is not a whole Parquet f"
+        BadInput, match=r"shard-00001\.parquet is not a whole Parquet f"
     ):
         write_shards(tmp_path, SIZE_GB, **SMALL)
 
 
 def test_a_disk_too_small_is_noticed_before_writing(tmp_path):
-    with pytest.raises(OSError, match=r"1e\+09 GB more do not fit.* ask for less"):
+    with pytest.raises(BadInput, match=r"1e\+09 GB more do not fit.* ask for less"):
         write_shards(tmp_path, 1e9, **SMALL)
     assert not list(tmp_path.iterdir())
 
@@ -197,6 +196,6 @@ def test_a_disk_too_small_is_noticed_before_writing(tmp_path):
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        OSError, match=r"file/shards \(Not a directory\): name a folder"
+        BadInput, match=r"file/shards \(Not a directory\): name a folder"
     ):
         write_shards(tmp_path / "file" / "shards", SIZE_GB, **SMALL)

@@ -6,6 +6,7 @@ import pytest
 
 from utils import datasets
 from utils.datasets import shipped
+from utils.errors import BadInput
 
 pytestmark = pytest.mark.part03
 
@@ -33,14 +34,14 @@ def test_text_of_any_file(tmp_path):
 
 
 def test_text_says_what_is_wrong(tmp_path, monkeypatch):
-    with pytest.raises(OSError, match=r"nowhere\.txt cannot be read"):
+    with pytest.raises(BadInput, match=r"nowhere\.txt cannot be read"):
         datasets.text(path=tmp_path / "nowhere.txt")
     short = tmp_path / "short.txt"
     short.write_text("short")
-    with pytest.raises(ValueError, match="lower block_size"):
+    with pytest.raises(BadInput, match="lower block_size"):
         datasets.text(path=short)
-    with pytest.raises(ValueError, match="'train' or 'test'"):
+    with pytest.raises(BadInput, match="'train' or 'test'"):
         datasets.text("valid")
     monkeypatch.setattr(shipped, "TEXT_FILE", short)
-    with pytest.raises(OSError, match="damaged"):
+    with pytest.raises(BadInput, match="damaged"):
         datasets.text()

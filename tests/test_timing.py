@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from utils import timing
+from utils.errors import BadInput
 from utils.timing import Machine, Work
 
 pytestmark = pytest.mark.part03
@@ -74,5 +75,5 @@ def test_a_hop_takes_what_the_source_measured():
 )
 def test_what_was_not_checked_is_refused(case):
     timing.check_range(7e9, 8, 49152)
-    with pytest.raises(ValueError, match="measure a step instead"):
+    with pytest.raises(BadInput, match="measure a step instead"):
         timing.check_range(*case)

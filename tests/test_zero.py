@@ -50,3 +50,13 @@ def test_deepspeed_is_not_loaded_for_two_devices():
     zero.load_for("cpu")
     with pytest.raises(RuntimeError, match="is loaded for cpu, not for cuda"):
         zero.load_for("cuda")
+
+
+def test_importing_its_configuration_starts_nothing():
+    """Who wants ranks that find DeepSpeed imported calls `launch.preload`."""
+    code = (
+        "import sys; from utils import launch; before = list(launch._preloaded); "
+        "import utils.zero, utils.zero_config; assert launch._preloaded == before; "
+        "assert 'deepspeed' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

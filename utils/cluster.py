@@ -22,6 +22,7 @@ from ray.exceptions import AuthenticationError
 
 import utils
 from utils import preflight, settings
+from utils.errors import BadInput
 from utils.processes import free_port
 
 # Logical CPUs kept free of training workers, so that Ray Data's tasks have where to run.
@@ -72,10 +73,9 @@ def start_ray(
             and `object_store_memory`, are for a Ray that is started here.
 
     Raises:
-        ConnectionError: RAY_ADDRESS names a cluster that does not answer, or that asks
-            for a token which is not here.
-        ValueError: Ray refuses one of `ray_init_options`, or the workers do not fit (see
-            `preflight.check_fits`).
+        BadInput: RAY_ADDRESS names a cluster that does not answer, or that asks for a
+            token which is not here; or the workers do not fit (see `preflight.check_fits`).
+        ValueError: Ray refuses one of `ray_init_options`.
     """
     num_workers = num_workers or settings.num_workers()
     if not ray.is_initialized():
@@ -249,7 +249,7 @@ def _connect(num_cpus: int, address: str | None, options: dict) -> str:
             raise
         if "InvalidAuthToken" in str(error.__cause__):
             raise _refused(address) from None
-        raise ConnectionError(
+        raise BadInput(
             f"No Ray cluster answers at RAY_ADDRESS={address}: start it, correct the "
             "address, or unset RAY_ADDRESS to start Ray on this machine."
         ) from None
@@ -287,11 +287,11 @@ def _tokens() -> list[str]:
     return [*found, *([str(file)] if file.exists() else [])]
 
 
-def _refused(address: str) -> ConnectionError:
+def _refused(address: str) -> BadInput:
     """What to raise where a cluster wants a token that is not here."""
     places = _tokens()
     what = f"the one in {places[0]} is not its" if places else "there is none here"
-    return ConnectionError(
+    return BadInput(
         f"The Ray cluster at RAY_ADDRESS={address} asks for a token, and {what}: run "
         "`ray get-auth-token` on its head, and set RAY_AUTH_TOKEN here to what that "
         "prints."

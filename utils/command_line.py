@@ -7,23 +7,19 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from utils.settings import (
-    check_writable,
-    device,
-    explain_reading,
-    local_path,
-    num_workers,
-    storage_path,
-)
+from utils.checkpoint_files import check_writable, explain_reading
+from utils.errors import BadInput
+from utils.settings import device, local_path, num_workers, storage_path
 
 
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser with the options that all scripts share.
 
-    What is wrong with a command line is a ValueError, as any other bad input, and not the
-    end of the process: see `run`.
+    What is wrong with a command line is BadInput, as anything else that is wrong with an
+    input, and not the end of the process: see `run`.
 
     Args:
         doc: the script's docstring, whose first line the help shows.
@@ -44,7 +40,7 @@ class Parser(argparse.ArgumentParser):
         """As usual; `--smoke-test` sets the run mode.
 
         Raises:
-            ValueError: an argument is wrong, or does not go together with another.
+            BadInput: an argument is wrong, or does not go together with another.
         """
         found = super().parse_args(*args, **kwargs)
         if found.smoke_test:
@@ -54,7 +50,7 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def error(self, message: str):
-        raise ValueError(message)
+        raise BadInput(message)
 
 
 def parse_images(doc: str, ray: bool = False) -> argparse.Namespace:
@@ -64,12 +60,11 @@ def parse_images(doc: str, ray: bool = False) -> argparse.Namespace:
     started this process, and it holds `checkpoint`, as `find_checkpoint` returns it.
 
     Raises:
-        ValueError, OSError: an argument is wrong, or there are fewer images than workers
+        BadInput: an argument is wrong, or there are fewer images than workers
             need; or as `check_torchrun` and `find_checkpoint` do.
     """
-    from utils import (
-        datasets,
-    )  # here: it imports torch and torchvision, which takes 4 s
+    # here, not above: it imports torch and torchvision, which takes 4 s
+    from utils import datasets
 
     parser = Parser(doc)
     parser.add_argument("--epochs", type=count, default=3)
@@ -77,7 +72,8 @@ def parse_images(doc: str, ray: bool = False) -> argparse.Namespace:
     parser.add_argument("--dataset", default="digits", help=names)
     args = parse_workers(parser) if ray else parser.parse_args()
     workers = args.num_workers if ray else check_torchrun()
-    check_batch_size(args.batch_size, len(datasets.load(args.dataset)), workers)
+    num_images = len(datasets.load(args.dataset))
+    datasets.check_batch_size(args.batch_size, num_images, workers)
     if not ray:
         args.checkpoint = find_checkpoint(args.checkpoint_dir, args.resume)
     return args
@@ -87,7 +83,7 @@ def parse_stream(doc: str) -> argparse.Namespace:
     """The command line of a script that trains on a stream of images, with Ray Train.
 
     Raises:
-        ValueError: an argument is wrong.
+        BadInput: an argument is wrong.
     """
     parser, most = Parser(doc), 0.01  # GB that a smoke test writes
     add = parser.add_argument
@@ -142,17 +138,17 @@ def find_run(folder: Path | None, resume: bool) -> tuple[str, Path]:
     The name is that of the script. Without a `folder` it is a new run in `storage_path()`.
 
     Raises:
-        ValueError: there is nothing to resume from, or a run that is not to be resumed.
-        OSError: the run to resume is not there, or `folder` cannot be written to.
+        BadInput: there is nothing to resume from, a run that is not to be resumed, or
+            `folder` cannot be written to.
     """
     name = Path(sys.argv[0]).stem
     if not folder:
         return f"{name}_{time.strftime('%Y-%m-%d_%H-%M-%S')}", storage_path()
     exists = (folder / name).exists()
     if resume and not exists:
-        raise OSError(f"There is no run in {folder} to resume: leave out --resume.")
+        raise BadInput(f"There is no run in {folder} to resume: leave out --resume.")
     if exists and not resume:
-        raise ValueError(
+        raise BadInput(
             f"{folder} holds an earlier run: add --resume to go on from it, or name "
             "another folder."
         )
@@ -166,8 +162,8 @@ def find_checkpoint(folder: Path | None, resume: bool) -> Path | None:
     It is there when torchrun has started the run again, too.
 
     Raises:
-        ValueError: it holds an earlier run, and is not to be resumed.
-        OSError: there is nothing to resume, or `folder` cannot be written to.
+        BadInput: it holds an earlier run, and is not to be resumed; there is nothing to
+            resume; or `folder` cannot be written to.
     """
     if not folder:
         return None
@@ -177,7 +173,7 @@ def find_checkpoint(folder: Path | None, resume: bool) -> Path | None:
         with explain_reading(path):
             path.open("rb").close()
     if path.exists() and not (resume or restarted):
-        raise ValueError(
+        raise BadInput(
             f"{path} is the checkpoint of an earlier run: add --resume to go on from it, "
             "or name another folder."
         )
@@ -190,58 +186,51 @@ def check_torchrun() -> int:
     """Check that torchrun has started this process; returns how many it has started.
 
     Raises:
-        ValueError: it has not, or it has started more of them than there are GPUs.
+        BadInput: it has not, or it has started more of them than there are GPUs.
     """
     if "RANK" not in os.environ:
         script = Path(sys.argv[0]).name
-        raise ValueError(
-            f"start me with torchrun: torchrun --nproc_per_node=2 {script}"
-        )
+        raise BadInput(f"start me with torchrun: torchrun --nproc_per_node=2 {script}")
     if device().type == "cuda":
         import torch
 
         num_gpus = torch.cuda.device_count()
         if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > num_gpus:  # on all ranks alike
-            raise ValueError(
+            raise BadInput(
                 f"There are more workers than GPUs ({num_gpus}): lower "
                 "--nproc_per_node, or add --smoke-test to run on the CPU."
             )
     return int(os.environ["WORLD_SIZE"])
 
 
-def check_batch_size(batch_size: int, num_rows: int, num_workers: int) -> None:
-    """Check that every worker gets at least one whole batch.
-
-    Raises:
-        ValueError: its shard, a `num_workers`-th of the rows, is smaller.
-    """
-    shard = num_rows // num_workers
-    if batch_size > shard:
-        raise ValueError(
-            f"The batch size is {batch_size}, but each of {num_workers} workers gets "
-            f"{shard} of the {num_rows} rows: lower --batch-size or the number of "
-            "workers, or use more data."
-        )
-
-
 def run(main: Callable[[], None]) -> None:
-    """Call a script's `main`; a problem that has a sentence ends it with that sentence.
+    """Call a script's `main`; BadInput ends it with its sentence alone, and status 1.
 
-    Such a problem is a ValueError or an OSError. Under torchrun the sentence goes into the
-    file from which torchrun's summary, the last thing that it prints, takes the reason. So
-    ranks need not agree on which of them speaks.
+    Any other exception is a mistake of a program, and keeps its traceback. Under torchrun,
+    sentence or traceback go into the file from which torchrun's summary, the last thing
+    that it prints, takes the reason. So ranks need not agree on which of them speaks.
 
     Source: https://docs.pytorch.org/docs/stable/elastic/errors.html
     """
+    summary = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not summary:
+        _end_with_sentence(main)
+        return
+    # here, not above: without torchrun, a wrong command line need not wait for torch
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    record(partial(_end_with_sentence, main, Path(summary)))()
+
+
+def _end_with_sentence(main: Callable[[], None], summary: Path | None = None) -> None:
     try:
         main()
-    except (ValueError, OSError) as problem:
+    except BadInput as problem:
         sentence = f"{Path(sys.argv[0]).name}: {problem}"
-        summary = os.environ.get("TORCHELASTIC_ERROR_FILE")
         if not summary:
             sys.exit(sentence)
         # A second earlier than ranks that fail only because this one is gone: the summary
         # names the first failure as the cause, in whole seconds.
         what = {"message": sentence, "timestamp": int(time.time()) - 1}
-        Path(summary).write_text(json.dumps(what))
+        summary.write_text(json.dumps(what))
         sys.exit(1)

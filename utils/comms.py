@@ -10,6 +10,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from utils.errors import BadInput
+
 
 @dataclass
 class Comms:
@@ -141,10 +143,10 @@ def predict(strategy: str, parameter_bytes: int, world_size: int) -> float:
     Source: Rajbhandari et al. 2020, "ZeRO", section 7 (arXiv 1910.02054).
 
     Raises:
-        ValueError: there is no such strategy.
+        BadInput: there is no such strategy.
     """
     if strategy not in TRIPS:
-        raise ValueError(f"No strategy {strategy!r}: choose from {', '.join(TRIPS)}.")
+        raise BadInput(f"No strategy {strategy!r}: choose from {', '.join(TRIPS)}.")
     return TRIPS[strategy] * _share(world_size) * parameter_bytes
 
 

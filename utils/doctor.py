@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from utils import settings
+from utils.errors import BadInput
 
 REQUIREMENTS = Path(__file__).parent.parent / "requirements.txt"
 DATASET_URL = "https://ossci-datasets.s3.amazonaws.com/mnist/t10k-labels-idx1-ubyte.gz"
@@ -103,7 +104,7 @@ def run_mode() -> Result:
     try:
         setting = os.environ.get("WORKSHOP_MODE", "not set")
         return Result("ok", f"{settings.mode()} (WORKSHOP_MODE is {setting})")
-    except ValueError as error:
+    except BadInput as error:
         return Result("FAIL", setting, str(error))
 
 
@@ -138,7 +139,7 @@ def disk() -> Result:
     """Free disk where results go, and where Ray keeps its session."""
     try:
         folders = {settings.storage_path(), Path(os.environ.get("RAY_TMPDIR", "/tmp"))}
-    except (OSError, ValueError) as error:
+    except BadInput as error:
         return Result("FAIL", "no place for results", str(error))
     free = {f: shutil.disk_usage(f).free / 1e9 for f in sorted(folders) if f.exists()}
     found = ", ".join(f"{gb:.1f} GB free in {folder}" for folder, gb in free.items())
@@ -226,7 +227,7 @@ def ray() -> Result:
             [sys.executable, "-c", join], capture_output=True, text=True, timeout=100
         )
         said = (answer.stderr if answer.returncode else answer.stdout).strip()
-        _, _, sentence = said.splitlines()[-1].rpartition("Error: ")
+        sentence = re.sub(r"^[\w.]+: ", "", said.splitlines()[-1])  # of a traceback
         if answer.returncode:
             what, _, mend = sentence.rpartition(": ")
             return Result("FAIL", what, f"{mend[:1].upper()}{mend[1:]}")

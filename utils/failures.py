@@ -8,6 +8,8 @@ import pyarrow as pa
 import ray
 from ray.train import CheckpointConfig, TrainingFailedError, UserCallback
 
+from utils.errors import BadInput
+
 UNREADABLE = (OSError, pa.ArrowException)
 # gloo listens at the address that the host name stands for, on Debian 127.0.1.1
 LOOPBACK = (
@@ -21,15 +23,14 @@ LOOPBACK = (
 class NoRestartOnBadInput(UserCallback):
     """For `RunConfig(callbacks=[...])`: a restart is for workers that died.
 
-    Bad input, for which a worker raises a ValueError, or which a task of Ray Data cannot
-    read or decode, would fail again: the run ends at once, although `FailureConfig` allows
-    a restart.
+    BadInput, of a worker or of a task of Ray Data, would only come again: the run ends at
+    once, although `FailureConfig` allows a restart. Any other error may be gone by then.
     """
 
     def after_exception(self, run_context, worker_exceptions) -> None:
-        """Raises the first such error. Runs in Ray Train's controller."""
+        """Raise the first BadInput. Runs in Ray Train's controller."""
         for error in worker_exceptions.values():
-            if isinstance(_cause(error), ValueError) or _could_not_read(error):
+            if isinstance(_cause(error), BadInput):
                 raise error
 
 
@@ -59,7 +60,7 @@ def in_a_sentence(read_again: Callable[[], object] | None = None) -> Iterator[No
             and raises it in a sentence.
 
     Raises:
-        ValueError, OSError: what a worker or a task said.
+        BadInput: what a worker or a task said.
         ray.train.TrainingFailedError, RayTaskError: none said anything of that kind.
     """
     try:
@@ -73,7 +74,7 @@ def in_a_sentence(read_again: Callable[[], object] | None = None) -> Iterator[No
         raise
 
 
-def what_to_mend(failure: Exception) -> Exception | None:
+def what_to_mend(failure: Exception) -> BadInput | None:
     """The error of a worker or task that says in a sentence what is wrong, if one did.
 
     Of gloo's errors it knows the one that nodes without a name in the network get.
@@ -84,11 +85,10 @@ def what_to_mend(failure: Exception) -> Exception | None:
     for error in what_failed(failure):
         cause = _cause(error)
         if "Gloo connectFullMesh failed" in str(cause) and "[127." in str(cause):
-            return OSError(LOOPBACK)
-        for kind in (ValueError, OSError):
-            if isinstance(cause, kind):
-                # Ray Data adds lines about its retries to what a task has said
-                return cause if cause is error else kind(str(cause).partition("\n")[0])
+            return BadInput(LOOPBACK)
+        if isinstance(cause, BadInput):
+            # Ray Data adds lines about its retries to what a task has said
+            return cause if cause is error else BadInput(str(cause).partition("\n")[0])
     return None
 
 

@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
 from torchvision.models import resnet18 as torchvision_resnet18
 
+from utils.errors import BadInput
+
 NORMS = {"group": partial(nn.GroupNorm, 32), "batch": nn.BatchNorm2d}
 
 
@@ -26,10 +28,10 @@ def resnet18(num_classes: int = 10, in_channels: int = 1, norm: str = "group"):
     Sources: He et al. 2015 (arXiv 1512.03385); Wu and He 2018 (arXiv 1803.08494).
 
     Raises:
-        ValueError: `norm` is neither "group" nor "batch".
+        BadInput: `norm` is neither "group" nor "batch".
     """
     if norm not in NORMS:
-        raise ValueError(f"norm is {norm!r}, but must be 'group' or 'batch'.")
+        raise BadInput(f"norm is {norm!r}, but must be 'group' or 'batch'.")
     model = torchvision_resnet18(num_classes=num_classes, norm_layer=NORMS[norm])
     first = model.conv1
     model.conv1 = nn.Conv2d(
@@ -93,14 +95,14 @@ class GPT(nn.Module):
     Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
 
     Raises:
-        ValueError: the width is not a multiple of the number of heads, or an input is
+        BadInput: the width is not a multiple of the number of heads, or an input is
             longer than the block size.
     """
 
     def __init__(self, config: GPTConfig):
         super().__init__()
         if config.width % config.heads:
-            raise ValueError(
+            raise BadInput(
                 f"The width is {config.width}, which {config.heads} heads cannot share "
                 "equally: choose a multiple of the number of heads."
             )
@@ -126,7 +128,7 @@ class GPT(nn.Module):
     def forward(self, tokens):  # [batch, time] -> [batch, time, vocab_size]
         time = tokens.shape[1]
         if time > self.config.block_size:
-            raise ValueError(
+            raise BadInput(
                 f"The text has {time} tokens, but this GPT reads at most "
                 f"{self.config.block_size}: cut it, or choose a larger block_size."
             )

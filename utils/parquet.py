@@ -3,7 +3,6 @@
 Without torch: what runs in tasks of Ray Data imports this, and a process starts faster.
 """
 
-import argparse
 import io
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +13,7 @@ import pyarrow.parquet as pq
 from PIL import Image
 from pyarrow import fs
 
-from utils.command_line import check_batch_size
+from utils.errors import BadInput
 
 COLUMNS = ["image", "label"]  # the bytes of an image, and an integer from 0 to 9
 CORRUPT = -100  # label of an image that cannot be decoded: cross_entropy ignores it
@@ -34,7 +33,7 @@ def decode(batch: dict, on_corrupt: str = "fail") -> dict[str, np.ndarray]:
             it turns black and gets the label CORRUPT, and so can be counted.
 
     Raises:
-        ValueError: an image cannot be decoded; says in which file.
+        BadInput: an image cannot be decoded; says in which file.
     """
     images = np.zeros([len(batch["image"]), 1, 28, 28], dtype=np.float32)
     labels = np.array(batch["label"], dtype=np.int64)
@@ -44,7 +43,7 @@ def decode(batch: dict, on_corrupt: str = "fail") -> dict[str, np.ndarray]:
             images[row] = np.asarray(image.resize([28, 28], Image.Resampling.BOX)) / 255
         except Exception as error:  # a damaged image may raise anything
             if on_corrupt == "fail":
-                raise ValueError(
+                raise BadInput(
                     f"An image in {batch['path'][row]} is corrupt ({error}): replace the "
                     "file, or leave such images out with --on-corrupt skip."
                 ) from error
@@ -52,29 +51,29 @@ def decode(batch: dict, on_corrupt: str = "fail") -> dict[str, np.ndarray]:
     return {"image": images, "label": labels}
 
 
-def find_for_workers(
-    path: str, args: argparse.Namespace
-) -> tuple[fs.FileSystem, list[str]]:
+def find_for_workers(path: str, args) -> tuple[fs.FileSystem, list[str]]:
     """The whole Parquet files at `path`, as `find_parquet` returns them.
 
     Prints how many rows they have, and which files are left out.
 
     Args:
         path: a file or a folder.
-        args: `num_workers`, their `batch_size`, and whether to "fail" or "skip" if
-            `on_corrupt`.
+        args: the command line: `num_workers`, their `batch_size`, and
+            `on_corrupt`, "fail" or "skip".
 
     Raises:
-        ValueError, OSError: as `find_parquet` and `check_parquet` do; or a worker would not
+        BadInput: as `find_parquet` and `check_parquet` do; or a worker would not
             get a batch.
     """
+    from utils import datasets  # here, in the driver: it imports torch
+
     system, files = find_parquet(path)
     files, num_rows, corrupt = check_parquet(
         system, files, COLUMNS, skip_corrupt=args.on_corrupt == "skip"
     )
     if corrupt:
         print(f"Left out {len(corrupt)} corrupt file(s): {', '.join(corrupt)}")
-    check_batch_size(args.batch_size, num_rows, args.num_workers)
+    datasets.check_batch_size(args.batch_size, num_rows, args.num_workers)
     share = num_rows // args.num_workers
     print(f"{num_rows} rows to train on, {share} for each worker")
     return system, files
@@ -86,7 +85,7 @@ def find_parquet(path: str) -> tuple[fs.FileSystem, list[str]]:
     Returns the file system and the files' paths in it, sorted by name.
 
     Raises:
-        OSError: it does not exist, cannot be read, or holds no Parquet file.
+        BadInput: it does not exist, cannot be read, or holds no Parquet file.
     """
     uri = path if "://" in path else str(Path(path).expanduser().absolute())
     try:
@@ -98,13 +97,13 @@ def find_parquet(path: str) -> tuple[fs.FileSystem, list[str]]:
         if info.type == fs.FileType.Directory:
             infos = system.get_file_info(fs.FileSelector(root, recursive=True))
     except (OSError, ImportError, pa.ArrowException) as error:
-        raise OSError(
+        raise BadInput(
             f"The data at {path} cannot be read ({str(error).splitlines()[0]}): correct "
             "--data-path, or your access to it."
         ) from None
     files = sorted(i.path for i in infos if i.is_file and i.extension == "parquet")
     if not files:
-        raise OSError(f"There is no .parquet file in {path}: correct --data-path.")
+        raise BadInput(f"There is no .parquet file in {path}: correct --data-path.")
     return system, files
 
 
@@ -122,9 +121,8 @@ def check_parquet(
     `skip_corrupt`, as a file can only be left out before a run has begun).
 
     Raises:
-        ValueError: a file lacks one of `columns`; is corrupt, unless `skip_corrupt`; or
-            all are.
-        OSError: a file may be whole, but cannot be read.
+        BadInput: a file lacks one of `columns`, or cannot be read; is corrupt, unless
+            `skip_corrupt`; or all are.
     """
 
     pages = skip_corrupt if pages is None else pages
@@ -140,12 +138,12 @@ def check_parquet(
         except (pa.ArrowException, OSError) as error:
             reason = str(error).splitlines()[0]
             if getattr(error, "errno", None) or any(s in reason for s in _OF_A_STORE):
-                raise OSError(
+                raise BadInput(
                     f"{file} cannot be read ({reason}): correct your access to it."
                 ) from None
             if skip_corrupt:
                 return None
-            raise ValueError(
+            raise BadInput(
                 f"{file} is not a whole Parquet file ({reason}): replace it, or leave "
                 "such files out with --on-corrupt skip."
             ) from None
@@ -156,12 +154,12 @@ def check_parquet(
     for file, footer in whole.items():
         names = footer.schema.to_arrow_schema().names
         if missing := [column for column in columns if column not in names]:
-            raise ValueError(
+            raise BadInput(
                 f"{file} has no column {', '.join(missing)} (it has {', '.join(names)}): "
                 "rename its columns, or correct --data-path."
             )
     if not whole:
-        raise ValueError("All Parquet files are corrupt: there is nothing to train on.")
+        raise BadInput("All Parquet files are corrupt: there is nothing to train on.")
     num_rows = sum(footer.num_rows for footer in whole.values())
     return list(whole), num_rows, [file for file in files if file not in whole]
 
@@ -170,6 +168,6 @@ def check_pages(path: str) -> None:
     """Read all images and labels in the Parquet files at `path`, to find the damaged one.
 
     Raises:
-        ValueError, OSError: as `find_parquet` and `check_parquet` do.
+        BadInput: as `find_parquet` and `check_parquet` do.
     """
     check_parquet(*find_parquet(path), COLUMNS, pages=True)

@@ -9,6 +9,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from utils import settings
+from utils.errors import BadInput
 
 # Whether `utils.cluster` started Ray on this machine: then it gets no more nodes.
 own_ray = False
@@ -23,7 +24,7 @@ def check_fits(num_workers: int, resources_per_worker: dict[str, float]) -> None
     Where other jobs hold some of that room, it says that the run will wait.
 
     Raises:
-        ValueError: they do not fit; says what was asked, what there is, what to change.
+        BadInput: they do not fit; says what was asked, what there is, what to change.
     """
     if grows():
         return
@@ -42,7 +43,7 @@ def check_fits(num_workers: int, resources_per_worker: dict[str, float]) -> None
             for node in nodes
         )
         asked = ", ".join(f"{n:g} {name}" for name, n in needed.items())
-        raise ValueError(
+        raise BadInput(
             f"This run asks for {num_workers} workers with {asked} each, and the cluster "
             f"has room for {room} (its {len(nodes)} node(s) have {there}): lower the "
             "number of workers or what each asks for, or add nodes."
@@ -56,14 +57,14 @@ def check_spare_cpus(num_workers: int) -> None:
     On a cluster that adds nodes when they are asked for, nothing is checked.
 
     Raises:
-        ValueError: none is left; reading and decoding would wait for ever.
+        BadInput: none is left; reading and decoding would wait for ever.
     """
     if grows():
         return
     cpus = ray.cluster_resources().get("CPU", 0)
     taken = num_workers * default_resources().get("CPU", 0)  # none where they take GPUs
     if cpus < taken + 1:
-        raise ValueError(
+        raise BadInput(
             f"The cluster has {cpus:g} CPUs and its {num_workers} workers take {taken}, so "
             "none is left to read and decode the data: lower --num-workers, or start Ray "
             f"with at least {taken + 1} CPUs."
@@ -91,7 +92,7 @@ def check_shared(*folders: str | Path) -> None:
     address (s3://, gs://).
 
     Raises:
-        OSError: a node does not see a file that is there, written now if that is possible.
+        BadInput: a node does not see a file that is there, written now if that is possible.
     """
     for folder in folders:
         _check_shared(folder)
@@ -119,7 +120,7 @@ def _check_shared(folder: str | Path) -> None:
             marker.unlink()
     blind = [n["NodeManagerAddress"] for n, sees in zip(nodes, seen) if not sees]
     if blind:
-        raise OSError(
+        raise BadInput(
             f"{folder} is not shared: node(s) {', '.join(blind)} do not see "
             f"{there.name} in it. Name a folder that all nodes mount."
         )

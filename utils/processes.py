@@ -13,6 +13,8 @@ import sys
 import warnings
 from pathlib import Path
 
+from utils.errors import BadInput
+
 # What Ray reads when it is imported. What it reads later is set by `cluster.start_ray`.
 RAY_AT_IMPORT = {
     "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
@@ -98,11 +100,11 @@ def free_port(first: int = 0) -> int:
     caller listens on it. Two who ask at once start looking at different places.
 
     Raises:
-        OSError: all of a thousand ports from `first` on are in use.
+        BadInput: all of a thousand ports from `first` on are in use.
     """
     first = first or 20000 + secrets.randbelow(9000)  # no seed makes two of them equal
     for port in range(first, first + 1000):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
-    raise OSError(f"All ports from {first} to {first + 999} are in use: free one.")
+    raise BadInput(f"All ports from {first} to {first + 999} are in use: free one.")

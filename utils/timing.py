@@ -11,6 +11,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from utils.comms import TRIPS
+from utils.errors import BadInput
 
 # bf16 without sparsity, from NVIDIA's data sheets; the first name that fits counts
 PEAK_FLOPS = {"A100-": 312e12, "A100 ": 312e12, "H100 PCIe": 756e12, "H100 NVL": 835e12}
@@ -123,11 +124,11 @@ def check_range(parameters: float, gpus: int, tokens: float) -> None:
     `tokens` are those of one GPU in one pass. Each of the three counts by itself.
 
     Raises:
-        ValueError: they were not; says which were.
+        BadInput: they were not; says which were.
     """
     given = ((parameters, PARAMETERS), (gpus, GPUS), (tokens, TOKENS))
     if not all(low <= each <= high for each, (low, high) in given):
-        raise ValueError(
+        raise BadInput(
             f"{parameters / 1e9:g} billion parameters on {gpus} GPUs with {tokens:,} "
             "tokens each are outside of what was checked "
             f"({PARAMETERS[0] / 1e9:g} to {PARAMETERS[1] / 1e9:g} billion on {GPUS[0]} to "

@@ -11,7 +11,8 @@ from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
-from utils import command_line, models, settings
+from utils import checkpoint_files, command_line, models, settings
+from utils.errors import BadInput
 
 
 class Parser(command_line.Parser):
@@ -59,13 +60,12 @@ def start(
         backend: of torch.distributed (default: by the device).
 
     Raises:
-        ValueError: there is no launcher, or `args` do not fit `found`; or what `train`
-            raises, which is bad input.
-        OSError: a folder cannot be written to; or what `train` raises.
+        BadInput: there is no launcher, `args` do not fit `found`, or a folder cannot be
+            written to; or as `train` does.
     """
     under_torchrun = "RANK" in os.environ
     if not under_torchrun and not args.num_workers:
-        raise ValueError(
+        raise BadInput(
             "start me with torchrun (torchrun --nproc_per_node=2 ...), or with Ray Train "
             "(--num-workers 2)."
         )
@@ -84,29 +84,29 @@ def check_resume(args: Namespace, found: Path | None) -> None:
     """Check what the command line says against `found`, the last complete checkpoint.
 
     Raises:
-        ValueError: there is nothing to resume from, a run that is not to be resumed, or
-            one that has all its steps.
-        OSError: --checkpoint-dir, or the folder of --export, cannot be written to.
+        BadInput: there is nothing to resume from, a run that is not to be resumed, or
+            one that has all its steps; or --checkpoint-dir, or the folder of --export,
+            cannot be written to.
     """
     folder = args.checkpoint_dir
     if args.resume and not found:
-        raise ValueError(
+        raise BadInput(
             f"There is no complete checkpoint in {folder}: leave out --resume, or name "
             "another folder."
         )
     if found and not args.resume:
-        raise ValueError(
+        raise BadInput(
             f"{folder} holds checkpoints of an earlier run: add --resume to go on from "
             "them, or name another folder."
         )
     done = found and re.match(r"step-(\d+)", found.name)
     if done and int(done[1]) >= args.steps:
-        raise ValueError(
+        raise BadInput(
             f"The checkpoint {found.name} has all {args.steps} steps, so nothing is left "
             "to train: raise --steps."
         )
     for path in filter(None, [folder, args.export and args.export.parent]):
-        settings.check_writable(path)
+        checkpoint_files.check_writable(path)
 
 
 def _under_torchrun(train: Callable, args: Namespace, backend: str | None) -> dict:

@@ -6,7 +6,8 @@ import os
 import pickle
 from pathlib import Path
 
-from utils import launch, memory, settings
+from utils import memory, settings
+from utils.errors import BadInput
 
 # What `engine.load_checkpoint` raises for files that are damaged or missing, or of another
 # model; the KeyError is for one that another script has saved.
@@ -18,8 +19,6 @@ LOAD_ERRORS = (
     KeyError,
     pickle.UnpicklingError,
 )
-# The ranks of a notebook that imports this module run on CPUs.
-launch.preload("utils.deepspeed_on_cpus")
 
 
 def load_deepspeed():
@@ -65,11 +64,11 @@ def check_world_size(checkpoint: Path, world_size: int) -> None:
     Source: https://www.deepspeed.ai/tutorials/universal-checkpointing/
 
     Raises:
-        ValueError: the checkpoint was made for another; says how to convert it.
+        BadInput: the checkpoint was made for another; says how to convert it.
     """
     made_for = len(list(checkpoint.glob("*_optim_states.pt")))
     if made_for not in (0, world_size) and not is_universal(checkpoint):
-        raise ValueError(
+        raise BadInput(
             f"The checkpoint {checkpoint.name} was made for {made_for} workers, and there "
             f"are {world_size}: convert it with `python -m deepspeed.checkpoint."
             f"ds_to_universal --input_folder {checkpoint} --output_folder "

@@ -9,6 +9,7 @@ from typing import Any
 
 from utils.checks import part01, part02, part03
 from utils.checks.exercise import Exercise
+from utils.errors import BadInput
 
 EXERCISES: dict[str, Exercise] = part01.EXERCISES | part02.EXERCISES | part03.EXERCISES
 _wrong_answers: Counter[str] = Counter()  # by exercise, in this process
@@ -21,10 +22,10 @@ def check(name: str, answer: Any) -> None:
     wrong answer in this process gets the next hint.
 
     Raises:
-        ValueError: there is no exercise of that name.
+        BadInput: there is no exercise of that name.
     """
     if name not in EXERCISES:
-        raise ValueError(f"No exercise {name!r}: choose from {', '.join(EXERCISES)}.")
+        raise BadInput(f"No exercise {name!r}: choose from {', '.join(EXERCISES)}.")
     exercise = EXERCISES[name]
     if answer is ... or _does_nothing(answer):
         print(f"Exercise {name}: replace the three dots by your answer.")

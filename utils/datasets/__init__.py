@@ -8,13 +8,15 @@ images to stream, as many as you want.
 
 from torch.utils.data import Dataset
 
-from utils.datasets.batches import share_of_batch
+from utils.datasets.batches import check_batch_size, share_of_batch
 from utils.datasets.downloaded import cifar10, fashion_mnist, mnist
 from utils.datasets.shards import path_or_digits, write_shards
 from utils.datasets.shipped import digits, text
+from utils.errors import BadInput
 
 __all__ = [
     "DATASETS",
+    "check_batch_size",
     "cifar10",
     "digits",
     "fashion_mnist",
@@ -33,10 +35,10 @@ def load(name: str, split: str = "train") -> Dataset:
     """The dataset called `name`, one of the keys of DATASETS.
 
     Raises:
-        ValueError: there is no dataset of that name.
+        BadInput: there is no dataset of that name.
     """
     if name not in DATASETS:
-        raise ValueError(
+        raise BadInput(
             f"There is no dataset {name!r}: choose one of {', '.join(DATASETS)}."
         )
     return DATASETS[name](split)

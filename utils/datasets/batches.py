@@ -3,6 +3,8 @@
 import torch
 from torch.utils.data import TensorDataset
 
+from utils.errors import BadInput
+
 
 def share_of_batch(
     dataset: TensorDataset, step: int, global_batch: int, rank: int, world_size: int
@@ -14,16 +16,16 @@ def share_of_batch(
     out. Returns the tensors of the dataset, each [global_batch / world_size, ...].
 
     Raises:
-        ValueError: the ranks cannot share the batch equally, or it exceeds the dataset.
+        BadInput: the ranks cannot share the batch equally, or it exceeds the dataset.
     """
     if global_batch % world_size:
-        raise ValueError(
+        raise BadInput(
             f"{world_size} ranks cannot share a batch of {global_batch} equally: choose "
             f"a multiple of {world_size}."
         )
     steps_per_epoch = len(dataset) // global_batch
     if steps_per_epoch == 0:
-        raise ValueError(
+        raise BadInput(
             f"The global batch of {global_batch} exceeds the {len(dataset)} examples: "
             "lower the batch size or the number of workers."
         )
@@ -32,3 +34,18 @@ def share_of_batch(
     return dataset[
         order[step * global_batch : (step + 1) * global_batch][rank::world_size]
     ]
+
+
+def check_batch_size(batch_size: int, num_rows: int, num_workers: int) -> None:
+    """Check that every worker gets at least one whole batch.
+
+    Raises:
+        BadInput: its shard, a `num_workers`-th of the rows, is smaller.
+    """
+    shard = num_rows // num_workers
+    if batch_size > shard:
+        raise BadInput(
+            f"The batch size is {batch_size}, but each of {num_workers} workers gets "
+            f"{shard} of the {num_rows} rows: lower --batch-size or the number of "
+            "workers, or use more data."
+        )

@@ -12,6 +12,7 @@ from torchvision import datasets as tv
 from torchvision.transforms import ToTensor
 
 from utils.datasets.shipped import check_split
+from utils.errors import BadInput
 from utils.settings import storage_path
 
 
@@ -21,9 +22,8 @@ def mnist(split: str = "train") -> Dataset:
     Downloaded at the first call, by rank 0 alone, into `storage_path() / "datasets"`.
 
     Raises:
-        ValueError: `split` is neither "train" nor "test".
-        OSError: it has not been downloaded yet and there is no network, there is no
-            room for it, or what was downloaded is damaged.
+        BadInput: `split` is neither "train" nor "test"; or it has not been downloaded yet
+            and there is no network or no room for it, or what was downloaded is damaged.
     """
     return _from_torchvision(tv.MNIST, split)
 
@@ -100,4 +100,4 @@ def _what_to_mend(error: Exception, folder: Path) -> str:
 def _raise_if_any(errors: list[str | None]) -> None:
     error = next((e for e in errors if e), None)
     if error:
-        raise OSError(error)
+        raise BadInput(error)

@@ -20,6 +20,7 @@ import torch
 from torch.nn import functional as F
 
 from utils.datasets.shipped import digits
+from utils.errors import BadInput
 from utils.settings import storage_path
 
 SCHEMA = pa.schema([("id", pa.int64()), ("image", pa.binary()), ("label", pa.int64())])
@@ -35,7 +36,7 @@ def path_or_digits(path: str | None, size_gb: float) -> tuple[str, str | None]:
     and 2 MB of the test split.
 
     Raises:
-        ValueError, OSError: as `write_shards` does.
+        BadInput: as `write_shards` does.
     """
     if path:
         return path, None
@@ -61,14 +62,14 @@ def write_shards(
     in memory. A file appears under its name once it is whole.
 
     Raises (all before anything is written):
-        ValueError: a number is not positive, or `folder` holds files that were not
-            written with these arguments, or not whole.
-        OSError: the disk has no room for `size_gb`, or `folder` cannot be written to.
+        BadInput: a number is not positive, or `folder` holds files that were not
+            written with these arguments, or not whole; or the disk has no room for
+            `size_gb`, or `folder` cannot be written to.
     """
     arguments = {"size_gb": size_gb, "image_size": image_size, "rows": rows_per_shard}
     wrong = [f"{name} is {value}" for name, value in arguments.items() if value <= 0]
     if wrong:
-        raise ValueError(f"{', '.join(wrong)}, but must be positive.")
+        raise BadInput(f"{', '.join(wrong)}, but must be positive.")
     folder = Path(folder)
     kind = f"{split}, {image_size} pixels, {rows_per_shard} rows".encode()
     there = _shards_there(folder, kind)
@@ -162,11 +163,11 @@ def _shards_there(folder: Path, kind: bytes) -> list[Path]:
         try:
             metadata = pq.read_schema(path).metadata or {}
         except pa.ArrowInvalid:
-            raise ValueError(
+            raise BadInput(
                 f"{path} is not a whole Parquet file: delete it, or name another folder."
             ) from None
         if metadata.get(b"shards") != kind:
-            raise ValueError(
+            raise BadInput(
                 f"{folder} holds {path.name}, which was not written with these arguments: "
                 "name another folder, or delete this one."
             )
@@ -186,12 +187,12 @@ def _check_disk(folder: Path, size_gb: float) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(folder).free / 1e9
     except OSError as error:
-        raise OSError(
+        raise BadInput(
             f"Shards cannot be written to {folder} ({error.strerror}): name a folder "
             "that you can write to."
         ) from None
     if size_gb > 0.95 * free:
-        raise OSError(
+        raise BadInput(
             f"{size_gb:.3g} GB more do not fit the disk of {folder}, which has "
             f"{free:.1f} GB free: ask for less, or name a folder on another disk."
         )

@@ -10,6 +10,8 @@ import torch
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+from utils.errors import BadInput
+
 DATA = Path(__file__).parents[1] / "data"
 
 DIGITS_FILE = DATA / "digits.npz"
@@ -29,8 +31,8 @@ def digits(split: str = "train") -> TensorDataset:
     https://doi.org/10.24432/C50P49 (CC BY 4.0).
 
     Raises:
-        ValueError: `split` is neither "train" nor "test".
-        OSError: the file is missing or its SHA-256 checksum is not the expected one.
+        BadInput: `split` is neither "train" nor "test"; or the file is missing, or its
+            SHA-256 checksum is not the expected one.
     """
     check_split(split)
     with np.load(io.BytesIO(_read_verified(DIGITS_FILE, DIGITS_SHA256))) as file:
@@ -56,8 +58,8 @@ def text(
     Source: `pydoc_data.topics` of CPython 3.11.7, 466,273 bytes (PSF licence).
 
     Raises:
-        ValueError: `split` is neither "train" nor "test", or the text is too short.
-        OSError: the file cannot be read, or the shipped one is not the expected one.
+        BadInput: `split` is neither "train" nor "test"; or the text is too short or cannot
+            be read, or the shipped one is not the expected one.
     """
     check_split(split)
     if path is None:
@@ -66,14 +68,14 @@ def text(
         try:
             raw = Path(path).read_bytes()
         except OSError as error:
-            raise OSError(
+            raise BadInput(
                 f"The text {path} cannot be read ({error.strerror}): name a text file."
             ) from None
     boundary = len(raw) - len(raw) // 10
     raw = raw[:boundary] if split == "train" else raw[boundary:]
     blocks = (len(raw) - 1) // block_size
     if blocks < 1:
-        raise ValueError(
+        raise BadInput(
             f"The {split} split has {len(raw)} bytes, too few for one block of "
             f"{block_size}: name a longer text, or lower block_size."
         )
@@ -83,9 +85,9 @@ def text(
 
 
 def check_split(split: str) -> None:
-    """Raises a ValueError unless `split` is one of the two that every dataset has."""
+    """Raise BadInput unless `split` is one of the two that every dataset has."""
     if split not in ("train", "test"):
-        raise ValueError(f"split is {split!r}, but must be 'train' or 'test'.")
+        raise BadInput(f"split is {split!r}, but must be 'train' or 'test'.")
 
 
 def _read_verified(path: Path, sha256: str) -> bytes:
@@ -93,12 +95,12 @@ def _read_verified(path: Path, sha256: str) -> bytes:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise OSError(
+        raise BadInput(
             f"The dataset file {path} cannot be read ({error.strerror}): restore it with "
             f"`git checkout -- utils/data`."
         ) from None
     if hashlib.sha256(data).hexdigest() != sha256:
-        raise OSError(
+        raise BadInput(
             f"The dataset file {path} is damaged (its checksum is wrong): restore it "
             f"with `git checkout -- utils/data`."
         )

@@ -1,0 +1,183 @@
+"""Write and read checkpoints: whole or not at all, and with a sentence where that fails."""
+
+import contextlib
+import errno
+import os
+import pickle
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from utils.errors import BadInput
+
+# A disk that is full, over its quota, for reading only or not ours; a file that is too
+# large, a folder that is none, a disk that is broken or gone. Not a network that fails.
+_REFUSALS = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ENAMETOOLONG,
+    errno.EIO,
+    errno.ESTALE,
+)
+
+
+def check_writable(folder: Path, mend: str = "name another") -> None:
+    """Create `folder` if needed, and find out now, not after an epoch, if it is of use.
+
+    Raises:
+        BadInput: it cannot be created or written to; says so, and to `mend` it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise BadInput(
+            f"The folder {folder} cannot be written to ({error.strerror}): {mend}."
+        ) from None
+
+
+@contextlib.contextmanager
+def write_whole(path: Path) -> Iterator[BinaryIO]:
+    """`with write_whole(path) as file:` write a file whole, or not at all.
+
+    What is written goes to a file beside `path`, which takes that name once it is on the
+    disk: a program that is killed, or a machine that loses power, leaves the old file or
+    the new one. Missing folders are made.
+
+    Raises:
+        BadInput: the disk is full or cannot be written to; says so, and what to do.
+    """
+    # one name for all: the next save overwrites what a killed one has left
+    temporary = path.with_name(f".{path.name}.tmp")
+    with explain_writing(path):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with temporary.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())  # else the name may come before the data
+            os.replace(temporary, path)
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink()  # nothing is there if it has its name
+
+
+@contextlib.contextmanager
+def explain_writing(path: Path) -> Iterator[None]:
+    """For a block in which a library writes `path`: a full disk becomes a sentence.
+
+    torch.save raises a RuntimeError of its own there, and torch's distributed checkpoints
+    what failed on each rank, as text.
+
+    Raises:
+        BadInput: as `cannot_write`.
+    """
+    try:
+        yield
+    except BadInput:
+        raise  # has its sentence
+    except BaseException as error:
+        if _reason(error):
+            raise cannot_write(path, error) from error
+        raise
+
+
+def cannot_write(path: Path, error: BaseException) -> BadInput:
+    """What to raise where `path`, a checkpoint or a result, cannot be written."""
+    return BadInput(
+        f"{path} cannot be written ({_reason(error) or error}): name a folder that is "
+        "writable and has room. What was saved before is untouched."
+    )
+
+
+@contextlib.contextmanager
+def explain_reading(path: str | Path) -> Iterator[None]:
+    """For a block that loads a checkpoint: one that does not fit becomes a sentence.
+
+    The errors are those that torch.load and load_state_dict raise for files that are cut,
+    empty, of another kind or of another model (tried in the tests). Others are mistakes of
+    the program, and pass.
+
+    Raises:
+        BadInput: the checkpoint is damaged or of another model, is not there, or cannot
+            be read.
+    """
+    mend = "name another folder, or start without --resume."
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise BadInput(
+            f"There is no {path} to resume from: leave out --resume, or, on several "
+            "nodes, name a folder that all of them share."
+        ) from error
+    except OSError as error:
+        raise BadInput(f"{path} cannot be read ({error.strerror}): {mend}") from error
+    except (EOFError, pickle.UnpicklingError) as error:
+        raise BadInput(
+            f"{path} is damaged, or was not written by torch.save: {mend}"
+        ) from error
+    except (RuntimeError, ValueError, LookupError, TypeError) as error:
+        reason = f"{type(error).__name__}: {error}".strip().splitlines()[-1].strip()
+        raise BadInput(
+            f"The checkpoint {path} is damaged or of another model ({reason}): {mend}"
+        ) from error
+
+
+@contextlib.contextmanager
+def explain_loading(folder: Path, *errors: type[BaseException]) -> Iterator[None]:
+    """For a block in which a library loads a sharded checkpoint, of which ranks see parts.
+
+    Args:
+        folder: the checkpoint.
+        errors: what the library raises for files that are damaged, missing or of another
+            model. Others are mistakes of the program, and pass.
+
+    Raises:
+        BadInput: it cannot be loaded; says what may be the reason.
+    """
+    try:
+        yield
+    except errors as error:
+        raise BadInput(
+            f"The checkpoint {folder} is damaged, of another model, or not seen by all "
+            "nodes: name another folder, or start without --resume."
+        ) from error
+
+
+def check_global_batch(saved: int, now: int) -> None:
+    """Check that a run goes on with the global batch that its checkpoint was made with.
+
+    Raises:
+        BadInput: it is different.
+    """
+    if saved != now:
+        raise BadInput(
+            f"The checkpoint was trained with a global batch of {saved}, and now it is "
+            f"{now}: set --batch-size so that all workers and passes together make {saved}."
+        )
+
+
+def _reason(error: BaseException | None) -> str | None:
+    """Return why nothing more could be written, if that is behind an error."""
+    errors = []
+    while error is not None:
+        errors.append(error)
+        error = error.__cause__ or error.__context__
+    for error in errors:
+        if isinstance(error, OSError) and error.errno in _REFUSALS:
+            return os.strerror(error.errno)
+    known = "|".join(map(os.strerror, _REFUSALS))
+    for text in map(str, errors):
+        if said := re.search(known, text):
+            return said[0]
+        if "inline_container.cc" in text:  # there torch.save comes up short
+            return "is the disk full?"
+    return None
