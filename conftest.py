@@ -25,7 +25,7 @@ importlib.import_module("utils")  # before Ray: it sets what that reads
 # This environment's programs (torchrun, ninja) first, also where it is not activated.
 os.environ["PATH"] = sysconfig.get_path("scripts") + os.pathsep + os.environ["PATH"]
 # A warning of our own code is an error here (pyproject.toml), and in processes started
-# by tests. Python wants each module by its name.
+# by tests. PYTHONWARNINGS takes names of modules, not patterns.
 ROOT = Path(__file__).parent
 OURS = (*ROOT.glob("utils/**/*.py"), *ROOT.glob("tests/**/*.py"))
 names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in OURS]

@@ -98,7 +98,7 @@ def evaluate(model, test_set, rank, world_size, device):
 
 
 def save_checkpoint(path, model, optimizer, epoch, accuracy):
-    """What is needed to go on, in a file that is written whole or not at all."""
+    """Save model, optimizer and epoch, whole or not at all. Call it on rank 0."""
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     with checkpoint_files.write_whole(path) as file:
         torch.save(state | {"epoch": epoch, "accuracy": accuracy}, file)

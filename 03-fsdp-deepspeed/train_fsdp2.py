@@ -48,7 +48,7 @@ def build(config, device, args):
 
 def shard(model, mesh, args):
     """Cut every parameter into one piece per rank: first each block, then the rest."""
-    # None: free blocks after forward; keep the rest, which backward needs first
+    # None: PyTorch frees each block after its forward, and keeps the rest for backward
     options = {"mesh": mesh, "reshard_after_forward": False if args.keep else None}
     if args.offload:
         options["offload_policy"] = fsdp.CPUOffloadPolicy()

@@ -1,8 +1,10 @@
-"""The shipped digits, and what is downloaded: once, by rank 0, or one sentence."""
+"""The shipped digits, and what is downloaded: once, by one rank, or one sentence."""
 
 import errno
 import http.client
 import os
+import subprocess
+import sys
 import time
 import urllib.error
 from pathlib import Path
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from torch.utils.data import Dataset, TensorDataset
 from torchvision import datasets as tv
 
+from tests import scripts
 from utils import datasets
 from utils.datasets import downloaded, shipped
 from utils.errors import BadInput
@@ -204,12 +207,14 @@ def test_damaged_download_reaches_every_rank(storage):
 class Fake(Dataset):
     """What torchvision's classes do: `download` writes a file unless it is there."""
 
+    name = "fake"
+
     def __init__(self, root, train, transform, download):
-        self.file = Path(root) / "fake"
+        self.file = Path(root) / self.name
         if download and not self.file.exists():
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with open(self.file.with_name("downloads"), "a") as log:
-                log.write(f"rank {dist.get_rank() if dist.is_initialized() else '-'}\n")
+                log.write("downloads\n")
             time.sleep(0.5)  # the others must wait for it
             self.file.write_text("data")
         if not self.file.exists():
@@ -217,39 +222,79 @@ class Fake(Dataset):
         self.split = "train" if train else "test"
 
 
-def test_downloaded_once_by_rank_0_alone(storage):
+def test_downloaded_once_by_one_rank(storage):
+    """Which one does not matter, nor whether there is a process group."""
+
     def train():
-        dist.init_process_group("gloo")
-        fake = downloaded._from_torchvision(Fake, "train")
-        dist.destroy_process_group()
-        return fake.split
+        return downloaded._from_torchvision(Fake, "train").split
 
     assert run_ranks(train, 3, timeout=60) == ["train"] * 3
-    assert (storage / "datasets" / "downloads").read_text() == "rank 0\n"
+    assert len((storage / "datasets" / "downloads").read_text().splitlines()) == 1
 
 
-def test_downloaded_by_the_first_rank_of_every_node(tmp_path):
+def test_downloaded_once_on_every_node(tmp_path):
     """Two "nodes" of two ranks each that share no folder."""
 
     def train():
         rank = int(os.environ["RANK"])
-        os.environ["LOCAL_RANK"] = str(rank % 2)
         os.environ["WORKSHOP_STORAGE"] = str(tmp_path / f"node {rank // 2}")
-        dist.init_process_group("gloo")
-        fake = downloaded._from_torchvision(Fake, "test")
-        dist.destroy_process_group()
-        return fake.split
+        return downloaded._from_torchvision(Fake, "test").split
 
     assert run_ranks(train, 4, timeout=60) == ["test"] * 4
-    for node, rank in ((0, 0), (1, 2)):
+    for node in range(2):
         log = tmp_path / f"node {node}" / "datasets" / "downloads"
-        assert log.read_text() == f"rank {rank}\n"
+        assert len(log.read_text().splitlines()) == 1
+
+
+class FakeMNIST(Fake):
+    """A little of what MNIST has, downloaded as slowly."""
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, number):
+        return torch.full([1, 28, 28], number / 16), number % 10
+
+
+@pytest.mark.slow
+def test_ranks_of_a_script_do_not_download_at_the_same_time(storage):
+    """The script needs the number of images before it has a process group."""
+
+    def call() -> None:
+        tv.MNIST = FakeMNIST
+        arguments = ["--dataset", "mnist", "--batch-size", "4", "--epochs", "1"]
+        sys.argv = ["train_ddp.py", *arguments, "--smoke-test"]
+        scripts.load(scripts.TRAIN_DDP).main()
+
+    run_ranks(call, 2, timeout=100)
+    assert len((storage / "datasets" / "downloads").read_text().splitlines()) == 1
+
+
+def test_data_in_a_folder_that_is_read_only(small_disk, monkeypatch):
+    """Somebody has downloaded it for all."""
+    monkeypatch.setenv("WORKSHOP_STORAGE", str(small_disk.parent / "own"))
+    folder = small_disk.parent / "own" / "datasets"
+    folder.parent.mkdir()
+    folder.symlink_to(small_disk)
+    (small_disk / "fake").write_text("data")
+    remount = ["mount", "-o", "remount,ro", str(small_disk)]
+    subprocess.run(remount, check=True, timeout=30)
+    assert downloaded._from_torchvision(Fake, "train").split == "train"
+    assert os.listdir(small_disk) == ["fake"]
+    with pytest.raises(BadInput, match="cannot be written to"):
+        downloaded._from_torchvision(FakeElsewhere, "train")
+
+
+class FakeElsewhere(Fake):
+    """One that is not there yet."""
+
+    name = "another"
 
 
 def test_downloaded_without_a_process_group(storage):
     for split in ("train", "test"):
         assert downloaded._from_torchvision(Fake, split).split == split
-    assert (storage / "datasets" / "downloads").read_text() == "rank -\n"
+    assert (storage / "datasets" / "downloads").read_text() == "downloads\n"
 
 
 def test_batches_that_cannot_be_shared_are_refused():

@@ -30,7 +30,7 @@ _REFUSALS = (
 
 
 def check_writable(folder: Path, mend: str = "name another") -> None:
-    """Create `folder` if needed, and find out now, not after an epoch, if it is of use.
+    """Create `folder` if needed, and check now, not after an epoch, that it can be written.
 
     Raises:
         BadInput: it cannot be created or written to; says so, and to `mend` it.
@@ -46,7 +46,7 @@ def check_writable(folder: Path, mend: str = "name another") -> None:
 
 @contextlib.contextmanager
 def write_whole(path: Path) -> Iterator[BinaryIO]:
-    """`with write_whole(path) as file:` write a file whole, or not at all.
+    """Write a file whole or not at all: `with write_whole(path) as file:`.
 
     What is written goes to a file beside `path`, which takes that name once it is on the
     disk: a program that is killed, or a machine that loses power, leaves the old file or
@@ -72,7 +72,7 @@ def write_whole(path: Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def explain_writing(path: Path) -> Iterator[None]:
-    """For a block in which a library writes `path`: a full disk becomes a sentence.
+    """Turn a full disk into a sentence, around a block in which a library writes `path`.
 
     torch.save raises a RuntimeError of its own there, and torch's distributed checkpoints
     what failed on each rank, as text.
@@ -91,7 +91,7 @@ def explain_writing(path: Path) -> Iterator[None]:
 
 
 def cannot_write(path: Path, error: BaseException) -> BadInput:
-    """What to raise where `path`, a checkpoint or a result, cannot be written."""
+    """Return a BadInput that says why `path`, a checkpoint or a result, was not written."""
     return BadInput(
         f"{path} cannot be written ({_reason(error) or error}): name a folder that is "
         "writable and has room. What was saved before is untouched."
@@ -100,7 +100,7 @@ def cannot_write(path: Path, error: BaseException) -> BadInput:
 
 @contextlib.contextmanager
 def explain_reading(path: str | Path) -> Iterator[None]:
-    """For a block that loads a checkpoint: one that does not fit becomes a sentence.
+    """Turn a checkpoint that does not fit into a sentence, around a block that loads it.
 
     The errors are those that torch.load and load_state_dict raise for files that are cut,
     empty, of another kind or of another model (tried in the tests). Others are mistakes of
@@ -133,7 +133,7 @@ def explain_reading(path: str | Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def explain_loading(folder: Path, *errors: type[BaseException]) -> Iterator[None]:
-    """For a block in which a library loads a sharded checkpoint, of which ranks see parts.
+    """Turn a sharded checkpoint that does not load into a sentence, around the block.
 
     Args:
         folder: the checkpoint.

@@ -1,4 +1,4 @@
-"""What the scripts share around the training: arguments, finding a run, one sentence."""
+"""Do what scripts share around the training: parse, find a run, end with a sentence."""
 
 import argparse
 import contextlib
@@ -16,7 +16,7 @@ from utils.settings import device, local_path, num_workers, storage_path
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser with the options that all scripts share.
+    """Parse the options that all scripts share, and those that a script adds.
 
     What is wrong with a command line is BadInput, as anything else that is wrong with an
     input, and not the end of the process: see `run`.
@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
         add("--smoke-test", action="store_true", help="on CPU, even if there are GPUs")
 
     def parse_args(self, *args, **kwargs) -> argparse.Namespace:
-        """As usual; `--smoke-test` sets the run mode.
+        """Parse as argparse does; `--smoke-test` sets the run mode.
 
         Raises:
             BadInput: an argument is wrong, or does not go together with another.
@@ -54,10 +54,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse_images(doc: str, ray: bool = False) -> argparse.Namespace:
-    """The command line of a script that trains on a dataset of images, checked.
+    """Parse and check the command line of a script that trains on a dataset of images.
 
-    With `ray` it also holds `num_workers`, which Ray Train is to start. Else torchrun has
-    started this process, and it holds `checkpoint`, as `find_checkpoint` returns it.
+    The namespace also has, with `ray`, `num_workers` for Ray Train to start; else, as
+    torchrun has started this process, `checkpoint` as `find_checkpoint` returns it.
 
     Raises:
         BadInput: an argument is wrong, or there are fewer images than workers
@@ -80,7 +80,7 @@ def parse_images(doc: str, ray: bool = False) -> argparse.Namespace:
 
 
 def parse_stream(doc: str) -> argparse.Namespace:
-    """The command line of a script that trains on a stream of images, with Ray Train.
+    """Parse the command line of a script that trains on a stream of images, with Ray Train.
 
     Raises:
         BadInput: an argument is wrong.
@@ -98,7 +98,7 @@ def parse_stream(doc: str) -> argparse.Namespace:
 
 
 def parse_workers(parser: Parser) -> argparse.Namespace:
-    """What `parser` parses, and --num-workers, by default those of the run mode."""
+    """Add --num-workers to `parser`, and parse; the default follows from the run mode."""
     parser.add_argument(
         "--num-workers", type=count, help="default: 2, or all GPUs here"
     )
@@ -108,7 +108,7 @@ def parse_workers(parser: Parser) -> argparse.Namespace:
 
 
 def count(text: str) -> int:
-    """A whole number from 1 on; as `type` of an argparse argument.
+    """Return a whole number from 1 on; a `type` for argparse.
 
     Raises:
         argparse.ArgumentTypeError: it is none; argparse shows it.
@@ -121,7 +121,7 @@ def count(text: str) -> int:
 
 
 def positive(text: str) -> float:
-    """A number above 0; as `type` of an argparse argument.
+    """Return a number above 0; a `type` for argparse.
 
     Raises:
         argparse.ArgumentTypeError: it is none; argparse shows it.
@@ -133,7 +133,7 @@ def positive(text: str) -> float:
 
 
 def find_run(folder: Path | None, resume: bool) -> tuple[str, Path]:
-    """Name and folder of a run: Ray resumes a run that has both in common with it.
+    """Return name and folder of a run; Ray resumes the run that has the same two.
 
     The name is that of the script. Without a `folder` it is a new run in `storage_path()`.
 
@@ -157,9 +157,9 @@ def find_run(folder: Path | None, resume: bool) -> tuple[str, Path]:
 
 
 def find_checkpoint(folder: Path | None, resume: bool) -> Path | None:
-    """The file in `folder` that a run under torchrun saves to, and goes on from.
+    """Return the file in `folder` that a run under torchrun saves to and goes on from.
 
-    It is there when torchrun has started the run again, too.
+    After a restart by torchrun the file may be there without `resume`.
 
     Raises:
         BadInput: it holds an earlier run, and is not to be resumed; there is nothing to

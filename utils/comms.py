@@ -31,7 +31,6 @@ class Comms:
 
         The payload is measured; what a ring makes of it is `RING`. In a broadcast or a
         reduce the ranks send unequal amounts: there it is the mean over the ranks.
-
         """
         return sum(RING[name](world_size) * n for name, n in self.payload.items())
 
@@ -61,8 +60,8 @@ class count_comms(TorchDispatchMode):
     `with count_comms() as comms:` gives a `Comms`. Collectives of c10d and of the
     functional API that have an entry in `RING` are seen, others (a barrier, a receive)
     are not. The backward pass counts too, with what DDP's reducer starts from C++; on a
-    GPU it runs in a thread of its own, to which autograd hands the modes of this one
-    (`ATen/ThreadLocalState.h`). Every operation passes through Python meanwhile: time
+    GPU it runs in a thread of its own, into which autograd copies the dispatch modes of this
+    thread, such as this class (`ATen/ThreadLocalState.h`). Every operation passes through Python meanwhile: time
     nothing inside the block.
     """
 

@@ -1,4 +1,4 @@
-"""DeepSpeed, loaded for CPUs by the process that ranks are forked from (`utils.launch`)."""
+"""Load DeepSpeed for CPUs, in the process that ranks are forked from (`launch.preload`)."""
 
 from utils.zero import load_for
 

@@ -32,7 +32,10 @@ DISK_GB = 2  # a checkpoint of ResNet-18 with AdamW's state has 0.13 GB
 
 
 class Result(NamedTuple):
-    """state: "ok", "warn" (slower, or less possible), "FAIL" (a lesson cannot run)."""
+    """Hold what a check found, and how to mend it.
+
+    state: "ok", "warn" (slower, or less possible), "FAIL" (a lesson cannot run).
+    """
 
     state: str
     found: str
@@ -40,14 +43,14 @@ class Result(NamedTuple):
 
 
 def workshop() -> Result:
-    """The version of the workshop, and where it is."""
+    """Say the version of the workshop, and where it is."""
     project = REQUIREMENTS.with_name("pyproject.toml").read_text()
     version = re.search(r'^version = "(.+)"$', project, re.MULTILINE)[1]
     return Result("ok", f"{version} in {REQUIREMENTS.parent}")
 
 
 def python() -> Result:
-    """The version of Python, and where it is."""
+    """Check the version of Python, and say where it is."""
     fits = (3, 11) <= sys.version_info[:2] <= (3, 13)
     return Result(
         "ok" if fits else "FAIL",
@@ -59,7 +62,7 @@ def python() -> Result:
 
 
 def packages() -> Result:
-    """Installed packages against the pins of requirements.txt."""
+    """Compare the installed packages with the pins of requirements.txt."""
     wrong, pins = [], requirements()
     for name, relation, wanted in pins:
         try:
@@ -77,13 +80,13 @@ def packages() -> Result:
 
 
 def requirements() -> list[tuple[str, str, str]]:
-    """The pins: (name, "==" or "<", version)."""
+    """Read the pins: (name, "==" or "<", version)."""
     pin = r"^([\w.-]+)(?:\[.*?\])?(==|<)([\w.]+)"
     return re.findall(pin, REQUIREMENTS.read_text(), re.MULTILINE)
 
 
 def torch_build() -> Result:
-    """torch and torchvision fit each other, shown by running an operator of both."""
+    """Check that torch and torchvision fit each other, by an operator that needs both."""
     mend = "Install both as pinned, from the same index: `rm -rf .venv && make setup`."
     try:
         import torch
@@ -100,7 +103,7 @@ def torch_build() -> Result:
 
 
 def run_mode() -> Result:
-    """What WORKSHOP_MODE means on this machine."""
+    """Say what WORKSHOP_MODE means on this machine."""
     try:
         setting = os.environ.get("WORKSHOP_MODE", "not set")
         return Result("ok", f"{settings.mode()} (WORKSHOP_MODE is {setting})")
@@ -109,7 +112,7 @@ def run_mode() -> Result:
 
 
 def cores() -> Result:
-    """CPU cores that this process may use."""
+    """Count the CPU cores that this process may use."""
     usable = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))(0)
     if len(usable) > 1:
         return Result("ok", str(len(usable)))
@@ -117,7 +120,7 @@ def cores() -> Result:
 
 
 def memory() -> Result:
-    """Free memory of this machine, or of the container that this is."""
+    """Measure the free memory of this machine, or of the container that this is."""
     import psutil
 
     free = psutil.virtual_memory().available / 1e9
@@ -136,7 +139,7 @@ def memory() -> Result:
 
 
 def disk() -> Result:
-    """Free disk where results go, and where Ray keeps its session."""
+    """Measure the free disk where results go, and where Ray keeps its session."""
     try:
         folders = {settings.storage_path(), Path(os.environ.get("RAY_TMPDIR", "/tmp"))}
     except BadInput as error:
@@ -154,7 +157,7 @@ def disk() -> Result:
 
 
 def gpus() -> Result:
-    """GPUs, and whether this torch can compute on them."""
+    """Find GPUs, and check that this torch can compute on them."""
     import torch
 
     if torch.cuda.is_available():
@@ -190,7 +193,7 @@ def gpus() -> Result:
 
 
 def compiler() -> Result:
-    """What DeepSpeed compiles its own optimizers with: C++20, ninja, Python.h."""
+    """Find what DeepSpeed compiles its own optimizers with: C++20, ninja, Python.h."""
     mend = (
         "The lessons run without (see utils.zero); DeepSpeed's own optimizers, as for "
     )
@@ -218,7 +221,7 @@ def compiler() -> Result:
 
 
 def ray() -> Result:
-    """The cluster that RAY_ADDRESS names; else a Ray that runs here already, not joined."""
+    """Join the cluster that RAY_ADDRESS names; else look for a Ray that runs here."""
     import psutil
 
     if os.environ.get("RAY_ADDRESS", "local") != "local":
@@ -241,7 +244,7 @@ def ray() -> Result:
 
 
 def network() -> Result:
-    """Whether the host of MNIST answers, through the proxies of the environment."""
+    """Ask whether the host of MNIST answers, through the proxies of the environment."""
     answers = []
 
     def ask() -> None:
@@ -263,7 +266,7 @@ CHECKS += (compiler, ray, network)
 
 
 def main() -> int:
-    """Print the table; 1 if a lesson cannot run."""
+    """Print the table; returns 1 if a lesson cannot run, else 0."""
     states = []
     for check in CHECKS:
         try:

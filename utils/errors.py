@@ -1,4 +1,4 @@
-"""The exception of this repository: bad input, and how to mend it."""
+"""Define the one exception of this repository: bad input, and how to mend it."""
 
 
 class BadInput(Exception):

@@ -1,4 +1,4 @@
-"""A log file that all processes of a run write to: what happened when, and waiting for it.
+"""Note in a file that all processes of a run share what happened when, and wait for it.
 
 A process that is killed returns nothing, so what it did is read from here.
 """
@@ -30,7 +30,7 @@ def note(path: str | Path, event: str, **details) -> None:
 
 
 def noted(path: str | Path, event: str, after: float = 0, **where) -> list[dict]:
-    """The entries of an event after a time, in order, whose details equal `where`."""
+    """Return an event's entries after a time, in order, whose details equal `where`."""
     text = Path(path).read_text() if Path(path).exists() else ""
     *lines, _ = text.split("\n")  # of the last one, not all may have arrived yet
     entries = [json.loads(line) for line in lines]

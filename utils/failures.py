@@ -1,4 +1,4 @@
-"""What failed in a run of Ray Train, and whether a sentence says how to mend it."""
+"""Find what failed in a run of Ray Train, and the sentence that says how to mend it."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ LOOPBACK = (
 
 
 class NoRestartOnBadInput(UserCallback):
-    """For `RunConfig(callbacks=[...])`: a restart is for workers that died.
+    """End a run at bad input, without a restart: for `RunConfig(callbacks=[...])`.
 
     BadInput, of a worker or of a task of Ray Data, would only come again: the run ends at
     once, although `FailureConfig` allows a restart. Any other error may be gone by then.
@@ -35,7 +35,7 @@ class NoRestartOnBadInput(UserCallback):
 
 
 def run_options(name: str, folder: Path) -> dict:
-    """For `RunConfig(**run_options(name, folder))`: a run that can be resumed by its name.
+    """Return options for `RunConfig(**...)`: of a run that can be resumed by its name.
 
     Of its checkpoints, in `folder`, the last is kept. Bad input ends it at once.
     """
@@ -49,11 +49,11 @@ def run_options(name: str, folder: Path) -> dict:
 
 @contextlib.contextmanager
 def in_a_sentence(read_again: Callable[[], object] | None = None) -> Iterator[None]:
-    """`with in_a_sentence(): trainer.fit()` raises what is to be mended, if that is known.
+    """Raise the BadInput behind a failed run: `with in_a_sentence(): trainer.fit()`.
 
-    The same holds for a task of Ray Data outside of `fit`.
-
-    Ends Ray before, and with it the workers' logs: what went wrong stands below them.
+    If there is none, the failure is raised as it is. The block may also run tasks of Ray
+    Data outside of `fit`. Ray is ended first, and with it the workers' logs, so that what
+    went wrong stands below them.
 
     Args:
         read_again: what finds the damage if a task of Ray Data could not read its file,
@@ -75,9 +75,10 @@ def in_a_sentence(read_again: Callable[[], object] | None = None) -> Iterator[No
 
 
 def what_to_mend(failure: Exception) -> BadInput | None:
-    """The error of a worker or task that says in a sentence what is wrong, if one did.
+    """Return the BadInput of a worker or task, or None.
 
-    Of gloo's errors it knows the one that nodes without a name in the network get.
+    One error of gloo becomes a BadInput, too: that of nodes whose host name stands for
+    127..., which no other node reaches.
 
     Args:
         failure: what `TorchTrainer.fit` raised, a `ray.train.TrainingFailedError`.
@@ -93,7 +94,7 @@ def what_to_mend(failure: Exception) -> BadInput | None:
 
 
 def what_failed(failure: Exception) -> list[Exception]:
-    """The errors of workers behind a TrainingFailedError; another error as it is."""
+    """Return the errors behind a TrainingFailedError; of any other error, itself alone."""
     if not isinstance(failure, TrainingFailedError):
         return [failure]
     errors = getattr(failure, "worker_failures", {}).values()
@@ -102,10 +103,10 @@ def what_failed(failure: Exception) -> list[Exception]:
 
 
 def _cause(error: Exception) -> Exception:
-    """The error that a task raised, as it was; or that of a worker itself."""
+    """Return the error that a task raised, without Ray's wrap; a worker's as it is."""
     return error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
 
 
 def _could_not_read(error: Exception) -> bool:
-    """Whether it is that of a task of Ray Data; a worker's may be a full disk."""
+    """Return whether a task of Ray Data could not read; a worker may have a full disk."""
     return _cause(error) is not error and isinstance(_cause(error), UNREADABLE)

@@ -27,7 +27,7 @@ _context.set_forkserver_preload(_preloaded)
 
 
 def preload(module: str) -> None:
-    """Have ranks find `module` imported, too, if none has been started yet."""
+    """Import `module` before ranks are forked; it must be called before the first ones."""
     if module not in _preloaded:
         _preloaded.append(module)
         _context.set_forkserver_preload(_preloaded)
@@ -99,7 +99,10 @@ def _collect(ranks: list, pipes: list, deadline: float) -> list[Any]:
 
 
 def _first_with(summary: str, rank: int, waiting: list, pipes: list) -> int:
-    """The lowest rank that fails alike, so that a failure on all ranks reads the same."""
+    """Return the lowest rank that failed with the same error, which is then the one named.
+
+    Else it would depend on which of them was the quickest.
+    """
     for pipe in waiting:
         other = pipes.index(pipe)
         with contextlib.suppress(EOFError):

@@ -1,7 +1,7 @@
-"""Several nodes inside this machine, which can be added, drained and killed.
+"""Run several nodes of Ray inside this machine, and add, drain and kill them.
 
-Each has a raylet and an object store of its own. What is told or done to a node counts once
-Ray Train knows of it: so these functions return only then, and nobody has to wait more.
+Each has a raylet and an object store of its own. `add` and `kill` return once Ray Train
+knows that the node has come or gone, so a caller need not wait for that.
 """
 
 import atexit
@@ -31,7 +31,7 @@ WORKER = {"CPU": 1, "trainer": 1}
 
 
 class Cluster(cluster_utils.Cluster):
-    """Nodes of Ray that listen on 127.0.0.1 alone."""
+    """Start nodes of Ray that listen on 127.0.0.1 alone."""
 
     client_server: subprocess.Popen | None = None
 
@@ -48,7 +48,7 @@ class Cluster(cluster_utils.Cluster):
 
 @functools.cache
 def python() -> str:
-    """This Python, by a path without a space until this process ends.
+    """Return a path of this Python without a space, which holds until this process ends.
 
     Ray starts some of its processes by a line for a shell, in which it does not quote the
     path (ray/_private/runtime_env/context.py of Ray 2.60): with a space in it, there is
@@ -64,7 +64,7 @@ def python() -> str:
 
 
 def start(count: int, workers: int = 1, head_cpus: int = 2) -> Cluster:
-    """A head node for a driver, and `count` nodes with room for `workers` workers each.
+    """Start a head for a driver, and `count` nodes with room for `workers` workers each.
 
     The head's CPUs are for whatever asks for no `trainer`. A node counts as lost after
     five missed health checks. They come every half second here, not every three.
@@ -81,7 +81,7 @@ def start(count: int, workers: int = 1, head_cpus: int = 2) -> Cluster:
 
 
 def dashboard(cluster: Cluster) -> str:
-    """The address of the dashboard, and of the jobs API: http://127.0.0.1:..."""
+    """Return the address of the dashboard, and of the jobs API: http://127.0.0.1:..."""
     return f"http://{cluster.head_node.webui_url}"
 
 
@@ -93,7 +93,7 @@ def add(cluster: Cluster):
 
 
 def kill(cluster: Cluster, node) -> None:
-    """SIGKILL to all processes of a node, as when its machine loses power."""
+    """Kill all processes of a node (SIGKILL), as when its machine loses power."""
     cluster.remove_node(node, allow_graceful=False)
     _tell_ray_train(len(cluster.list_all_nodes()))
 
@@ -117,7 +117,7 @@ def drain(cluster: Cluster, node, seconds: int) -> None:
 
 
 def wait_until_gone(cluster: Cluster, node) -> None:
-    """Wait until a node that was drained is gone; what it leaves behind is ended."""
+    """Wait until a node that was drained is gone, and end what it leaves behind."""
     _wait(lambda: node.node_id not in _alive(), "the node is still there")
     kill(cluster, node)
 
@@ -143,7 +143,7 @@ def ray_client(cluster: Cluster) -> str:
 def machine(
     address: str = "", cpus: int = 1, env: dict[str, str] | None = None
 ) -> tuple[subprocess.Popen, str]:
-    """A node in a process of its own, which knows only what is in `env`.
+    """Start a node in a process of its own, which knows only what is in `env`.
 
     Without an address it is a head. Returns the process and the cluster's address. The
     node ends when the process's stdin is closed (`communicate` does that), and so if this
@@ -174,7 +174,7 @@ def machine(
 
 
 def _join(address: str, cpus: int) -> Cluster:
-    """A cluster that another process has started, with one more node."""
+    """Add a node to a cluster that another process has started; returns that cluster."""
     cluster = Cluster()
     cluster.head_node, cluster.redis_address = (
         SimpleNamespace(gcs_address=address),

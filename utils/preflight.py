@@ -1,4 +1,4 @@
-"""What a cluster has, and whether a run fits it, found out before the run starts."""
+"""Find out what a cluster has, and whether a run fits it, before the run starts."""
 
 import contextlib
 import os
@@ -127,10 +127,10 @@ def _check_shared(folder: str | Path) -> None:
 
 
 def use_gpu() -> bool:
-    """Whether workers get GPUs: in full mode, where the cluster has any or adds nodes.
+    """Return whether workers get GPUs: in full mode, if the cluster has any or adds nodes.
 
-    To be called after `start_ray`: it is not this machine that counts, as the head of a
-    cluster may have none. There, set WORKSHOP_MODE=full, as "auto" looks at this machine.
+    Call it after `start_ray`: the cluster counts, not this machine, which may be a head
+    without GPUs. On such a head set WORKSHOP_MODE=full, as "auto" looks at this machine.
     """
     if settings.mode() != "full" or not ray.is_initialized():
         return settings.device().type == "cuda"
@@ -138,30 +138,30 @@ def use_gpu() -> bool:
 
 
 def gpus_are_elsewhere() -> bool:
-    """Whether workers get GPUs and this process has none, as on a head without one."""
+    """Return whether workers get GPUs and this process has none, as on a cluster's head."""
     return use_gpu() and settings.device().type == "cpu"
 
 
 def default_resources() -> dict[str, float]:
-    """What Ray Train's workers ask for unless told otherwise: a GPU and no CPU, or a CPU.
+    """Return what a Ray Train worker asks for by default: a GPU and no CPU, or a CPU.
 
-    To be called after `start_ray`. Source: `ray.train.ScalingConfig`.
+    Call it after `start_ray`. Source: `ray.train.ScalingConfig`.
     """
     return {"GPU": 1} if use_gpu() else {"CPU": 1}
 
 
 def grows() -> bool:
-    """Whether the cluster adds nodes when they are asked for."""
+    """Return whether the cluster adds nodes when they are asked for."""
     return is_autoscaling() and not own_ray
 
 
 def is_autoscaling() -> bool:
-    """Whether this is Anyscale, or WORKSHOP_AUTOSCALING=1 says that a cluster grows."""
+    """Return whether WORKSHOP_AUTOSCALING=1 or, if it is not set, this is Anyscale."""
     # a laptop may hold other ANYSCALE_*
     on_anyscale = "ANYSCALE_CLUSTER_ID" in os.environ
     return os.environ.get("WORKSHOP_AUTOSCALING", str(int(on_anyscale))) == "1"
 
 
 def alive_nodes() -> list[dict]:
-    """The nodes of the cluster that are up, as `ray.nodes` describes them."""
+    """Return the nodes of the cluster that are up, as `ray.nodes` describes them."""
     return [node for node in ray.nodes() if node["Alive"]]

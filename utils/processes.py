@@ -1,4 +1,4 @@
-"""What every process of the workshop gets before torch and Ray are imported.
+"""Prepare a process of the workshop, before torch and Ray are imported.
 
 `import utils` calls `prepare`, so it holds in notebooks, scripts, ranks and workers alike.
 """
@@ -24,8 +24,8 @@ RAY_AT_IMPORT = {
     # every epoch again, and packs files into tasks of 128 MiB. 02/03 measures both.
     "RAY_DATA_USE_DATASOURCE_V2": "0",
     # Raylets' notes, full of pids and addresses, reach a driver even if
-    # log_to_driver=False. About what died, whoever waits for it gets an exception; that
-    # many processes "have been started" on a slow machine is nothing to mend. Two notes of
+    # log_to_driver=False. Of what died, whoever waits for it gets an exception. On a slow
+    # machine Ray warns of many started processes, which is no fault. Two notes of
     # Ray Train's workers repeat every report, and hide what a script prints between them.
     "RAY_DEDUP_LOGS_SKIP_REGEX": (
         "worker died or was killed|retries remaining|Raylet is terminated"
@@ -94,10 +94,10 @@ def keep_freed_memory() -> None:
 
 
 def free_port(first: int = 0) -> int:
-    """A port of 127.0.0.1 that nobody listens on: any, or the next one from `first` on.
+    """Return a port of 127.0.0.1 that is free: any, or the next one from `first` on.
 
-    Below those that the kernel gives to connections: one of them could be gone before the
-    caller listens on it. Two who ask at once start looking at different places.
+    Any is below the ports that the kernel gives to connections, one of which could be taken
+    before the caller listens on it; and two callers at once start at different places.
 
     Raises:
         BadInput: all of a thousand ports from `first` on are in use.

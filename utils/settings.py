@@ -1,4 +1,4 @@
-"""Run mode, and what follows from it: device, number of workers, where results go."""
+"""Choose by run mode: the device, the number of workers, where results go."""
 
 import argparse
 import os
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def mode() -> str:
-    """The run mode: "smoke" (CPU and gloo, small) or "full" (GPUs).
+    """Return the run mode: "smoke" (CPU and gloo, small) or "full" (GPUs).
 
     Read from the environment variable WORKSHOP_MODE. "auto", the default, means "full"
     where CUDA is visible and "smoke" elsewhere.
@@ -38,7 +38,7 @@ def pick(*, smoke: T, full: T) -> T:
 
 
 def device():
-    """The torch.device of this process: its own GPU in full mode, else the CPU.
+    """Return this process's torch.device: its own GPU in full mode, else the CPU.
 
     The GPU is the one numbered LOCAL_RANK, which torchrun and Ray Train set for every
     worker (0 where it is not set).
@@ -51,7 +51,7 @@ def device():
 
 
 def set_device():
-    """Make the GPU of this process, if it has one, torch's current one; its device."""
+    """Select this process's GPU, if it has one. Returns its torch.device."""
     found = device()
     if found.type == "cuda":
         import torch
@@ -61,12 +61,12 @@ def set_device():
 
 
 def backend() -> str:
-    """The torch.distributed backend of `device()`: "nccl" for GPUs, "gloo" for CPUs."""
+    """Return the torch.distributed backend: "nccl" if `device()` is a GPU, else "gloo"."""
     return "nccl" if device().type == "cuda" else "gloo"
 
 
 def num_workers() -> int:
-    """Workers to train with on this machine: its GPUs in full mode, else 2 processes."""
+    """Return how many workers to train with here: one per GPU in full mode, else 2."""
     if mode() == "full" and _cuda_is_available():
         import torch
 
@@ -75,9 +75,9 @@ def num_workers() -> int:
 
 
 def storage_path() -> Path:
-    """Absolute path of the folder for checkpoints and results, created if needed.
+    """Return the absolute path of the folder for results, which is created if needed.
 
-    WORKSHOP_STORAGE if set; else Anyscale's shared `/mnt/cluster_storage` where it
+    It is WORKSHOP_STORAGE if set; else Anyscale's shared `/mnt/cluster_storage` where it
     exists; else `build/storage` in this repository. With several nodes it must be a
     folder that all of them share.
 
@@ -100,7 +100,7 @@ def storage_path() -> Path:
 
 
 def local_path(text: str) -> Path:
-    """An absolute path; as `type` of an argparse argument, for workers that run elsewhere.
+    """Return an absolute path, for workers in other folders; a `type` for argparse.
 
     Raises:
         argparse.ArgumentTypeError: it is an address, as of a bucket; argparse shows it.

@@ -1,6 +1,6 @@
-"""Start a script's `train(args)` under torchrun or with Ray Train, and see it resume.
+"""Start a script's `train(args)` under torchrun or with Ray Train, and check --resume.
 
-What is the same in all scripts that run under both. The training stays in the script.
+This is what all scripts that run under both share. The training stays in the script.
 """
 
 import gc
@@ -16,7 +16,7 @@ from utils.errors import BadInput
 
 
 class Parser(command_line.Parser):
-    """The options that all scripts share, and those of a run that `start` starts."""
+    """Parse the options that all scripts share, and those of a run that `start` starts."""
 
     def __init__(self, doc: str, batch_size: int | None):
         super().__init__(doc, batch_size, lr=None)
@@ -30,7 +30,7 @@ class Parser(command_line.Parser):
         add("--export", type=settings.local_path, help="write the whole model there")
 
     def parse_args(self, *args, **kwargs) -> Namespace:
-        """As usual; model and learning rate follow from the run mode if none is said."""
+        """Parse; model and learning rate follow from the run mode if they are not given."""
         found = super().parse_args(*args, **kwargs)
         found.model = found.model or settings.pick(smoke="smoke", full="gpt2-124m")
         found.lr = found.lr or settings.pick(smoke=3e-3, full=3e-4)
@@ -38,7 +38,7 @@ class Parser(command_line.Parser):
 
 
 def world_size(args: Namespace) -> int:
-    """The number of ranks that `start` will train on: torchrun says it, or `args`."""
+    """Return how many ranks `start` will train on: torchrun says it, or `args`."""
     if "RANK" in os.environ:
         return int(os.environ.get("WORLD_SIZE", 1))
     return args.num_workers or 1

@@ -1,4 +1,4 @@
-"""What knows DeepSpeed from inside: loading it, its checkpoints, an engine's bytes."""
+"""Load DeepSpeed, check its checkpoints, and count the bytes of an engine."""
 
 import contextlib
 import logging
@@ -22,17 +22,18 @@ LOAD_ERRORS = (
 
 
 def load_deepspeed():
-    """The module `deepspeed`, set up for the device of this process."""
+    """Import and return `deepspeed`, set up for the device of this process."""
     return load_for(settings.device().type)
 
 
 def load_for(device: str):
-    """The module `deepspeed`, set up for "cpu" or "cuda".
+    """Import and return `deepspeed`, set up for "cpu" or "cuda".
 
     Left alone, DeepSpeed guesses a device, and its first process group on a CPU compiles
     a shared-memory all-reduce for inference (a minute, and g++ is needed). Training does
-    not use it, so it is left out. Left out on a CPU is also what the first engine does for
-    the optimizer Muon: it hands a function to torch.compile, whose import takes 2 s.
+    not use it, so it is left out. On a CPU a second thing is left out: DeepSpeed's module
+    for the optimizer Muon, which the first engine imports, hands a function to
+    torch.compile, and importing the compiler takes 2 s.
 
     Raises:
         RuntimeError: it was loaded before, for another device.
@@ -54,12 +55,14 @@ def load_for(device: str):
 
 
 def is_universal(checkpoint: Path) -> bool:
-    """Whether a checkpoint was converted: then `zero` holds a folder per parameter."""
+    """Return whether a checkpoint was converted: `zero` then has a folder per parameter."""
     return (checkpoint / "zero").is_dir()
 
 
 def check_world_size(checkpoint: Path, world_size: int) -> None:
-    """Partitions are made for one world size; a universal checkpoint fits every one.
+    """Check that a checkpoint fits `world_size` ranks.
+
+    Partitions are made for one world size; a universal checkpoint fits every one.
 
     Source: https://www.deepspeed.ai/tutorials/universal-checkpointing/
 
@@ -78,7 +81,7 @@ def check_world_size(checkpoint: Path, world_size: int) -> None:
 
 
 def nvme_is_ready(offload: list[dict]) -> bool:
-    """Whether DeepSpeed can offload to NVMe: its library is there, and the folders.
+    """Return whether DeepSpeed can offload to NVMe: its library and the folders are there.
 
     `offload` are sections of its configuration, "offload_param" and "offload_optimizer".
     """
@@ -88,14 +91,14 @@ def nvme_is_ready(offload: list[dict]) -> bool:
 
 
 def zero_state_bytes(engine) -> memory.State:
-    """Bytes of state that this rank holds for a DeepSpeed engine, its partition.
+    """Count the bytes of state that this rank holds for a DeepSpeed engine: its partition.
 
     Call it between `backward` and `step`. The optimizer's part contains the master copy of
     the parameters (float32, unless `bf16_master_weights_and_grads` says otherwise), which
     stages 1 to 3 keep even if the model is float32, and stage 0 if it is bf16. Between two
-    passes stage 1 holds all gradients, and stage 2 those of whole weights: of one that
-    the border of two partitions cuts, both ranks hold all. In the last pass each holds its
-    partition.
+    passes a rank holds all gradients at stage 1, and at stage 2 those of all weights of
+    which it owns a part: where two partitions share a weight, both ranks hold its whole
+    gradient. In the last pass a rank holds its partition alone.
     """
     outer = engine.optimizer
     parameters = list(engine.module.parameters())
@@ -118,7 +121,7 @@ def zero_state_bytes(engine) -> memory.State:
 
 @contextlib.contextmanager
 def _nothing_compiled():
-    """torch.compile returns what it is given (torch/_dynamo/eval_frame.py, `_optimize`)."""
+    """Make torch.compile return what it is given (torch/_dynamo/eval_frame.py)."""
     kept = os.environ.get("TORCHDYNAMO_DISABLE")
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     try:
@@ -131,9 +134,9 @@ def _nothing_compiled():
 
 @contextlib.contextmanager
 def _linker_silenced():
-    """DeepSpeed links programs to see which libraries there are.
+    """Silence the linker, which DeepSpeed calls to see which libraries there are.
 
-    Their complaints go to file descriptor 2. DeepSpeed redirects `sys.stderr.fileno()`,
+    Its complaints go to file descriptor 2. DeepSpeed redirects `sys.stderr.fileno()`,
     which is another one in a notebook.
     """
     kept = os.dup(2)

@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration file: read, completed from the command line, and checked."""
+"""Read DeepSpeed's configuration file, complete it from the command line, check it."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ def read_config(
     clip: float | None = None,
     stage: int | None = None,
 ) -> dict:
-    """The configuration in a file, complete, for `deepspeed.initialize`.
+    """Read the configuration in a file, and complete it, for `deepspeed.initialize`.
 
     Where the file says "auto", the command line decides. (The word is a convention of
     programs that call DeepSpeed, as Hugging Face's Trainer; DeepSpeed wants a number.)

@@ -1,12 +1,12 @@
-"""What torchvision downloads: once, by rank 0, or one sentence that says what to mend."""
+"""What torchvision downloads: by one process, or a sentence says what to mend."""
 
+import contextlib
 import errno
 import http.client
-import os
 import urllib.error
 from pathlib import Path
 
-import torch.distributed as dist
+from filelock import FileLock
 from torch.utils.data import Dataset
 from torchvision import datasets as tv
 from torchvision.transforms import ToTensor
@@ -19,7 +19,8 @@ from utils.settings import storage_path
 def mnist(split: str = "train") -> Dataset:
     """MNIST through torchvision, 60,000 and 10,000 images of shape [1, 28, 28].
 
-    Downloaded at the first call, by rank 0 alone, into `storage_path() / "datasets"`.
+    Downloaded at the first call into `storage_path() / "datasets"`, by one process of all
+    that share this folder.
 
     Raises:
         BadInput: `split` is neither "train" nor "test"; or it has not been downloaded yet
@@ -42,32 +43,23 @@ def _from_torchvision(dataset_class: type, split: str) -> Dataset:
     check_split(split)
     root = storage_path() / "datasets"
 
+    folder = root / dataset_class.__name__
+
     def open_dataset(download: bool) -> Dataset:
         return dataset_class(
             root, train=split == "train", transform=ToTensor(), download=download
         )
 
-    folder = root / dataset_class.__name__
-
-    def complaint() -> str | None:
-        """Open it, which downloads it where it is not yet; what to mend, in a sentence."""
-        try:
-            open_dataset(download=True)
-        except Exception as error:  # a damaged file may raise anything
-            return _what_to_mend(error, folder)
-        return None
-
-    if not dist.is_initialized():
-        _raise_if_any([complaint()])
-    else:
-        # Rank 0 first; then the first rank of every other node, for which the file is
-        # there already wherever the folder is shared. All ranks learn of a failure.
-        local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
-        for is_my_turn in (dist.get_rank() == 0, local_rank == 0):
-            errors = [None] * dist.get_world_size()
-            dist.all_gather_object(errors, complaint() if is_my_turn else None)
-            _raise_if_any(errors)
-    return open_dataset(download=False)
+    with contextlib.suppress(Exception):  # not there, damaged, or still being written
+        return open_dataset(download=False)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        # Whoever comes first downloads, on every node that has a folder of its own. The
+        # others wait, and find it there.
+        with FileLock(root / f".{folder.name}.lock"):
+            return open_dataset(download=True)
+    except Exception as error:  # a damaged file may raise anything
+        raise BadInput(_what_to_mend(error, folder)) from error
 
 
 _NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
@@ -76,6 +68,7 @@ _NOT_DOWNLOADED = ("Error downloading", "File not found or corrupted")
 
 
 def _what_to_mend(error: Exception, folder: Path) -> str:
+    """Return what to mend, in a sentence, where `folder` could not be had."""
     digits = "or use the dataset 'digits', which is here"
     why = f"{type(error).__name__}: {' '.join(str(error).split())}"
     if isinstance(error, OSError) and error.errno in _NOT_WRITABLE:
@@ -95,9 +88,3 @@ def _what_to_mend(error: Exception, folder: Path) -> str:
         f"What was downloaded to {folder} is damaged ({why}): delete this folder, so that "
         f"it is downloaded again, {digits}."
     )
-
-
-def _raise_if_any(errors: list[str | None]) -> None:
-    error = next((e for e in errors if e), None)
-    if error:
-        raise BadInput(error)
