@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-# A file that only names one of these waits for its turn, too: better than two Rays at once.
+# A file that only names one of these waits for its turn, too: no two Rays at once.
 STARTS_RAY = re.compile(
     r"start_ray\(|nodes\.start\(|Cluster\(|TRAIN_RAY|train_ray_ddp|--num-workers|doctor"
 )

@@ -1,5 +1,6 @@
 """The shipped digits, and what is downloaded: once, by one rank, or one sentence."""
 
+import contextlib
 import errno
 import http.client
 import os
@@ -211,11 +212,19 @@ class Fake(Dataset):
 
     def __init__(self, root, train, transform, download):
         self.file = Path(root) / self.name
+        if not self.file.exists():
+            with contextlib.suppress(OSError):  # a folder that is read-only
+                self.file.parent.mkdir(parents=True, exist_ok=True)
+                self.file.with_name(f"came-{os.getpid()}").touch()
         if download and not self.file.exists():
-            self.file.parent.mkdir(parents=True, exist_ok=True)
             with open(self.file.with_name("downloads"), "a") as log:
                 log.write("downloads\n")
-            time.sleep(0.5)  # the others must wait for it
+            too_late = time.monotonic() + 20
+            expected = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+            while len(list(self.file.parent.glob("came-*"))) < expected:
+                assert time.monotonic() < too_late, "a rank never looked for the data"
+                time.sleep(0.01)
+            time.sleep(0.5)  # who would not wait downloads now
             self.file.write_text("data")
         if not self.file.exists():
             raise RuntimeError("Dataset not found.")
@@ -238,6 +247,7 @@ def test_downloaded_once_on_every_node(tmp_path):
     def train():
         rank = int(os.environ["RANK"])
         os.environ["WORKSHOP_STORAGE"] = str(tmp_path / f"node {rank // 2}")
+        os.environ["LOCAL_WORLD_SIZE"] = "2"
         return downloaded._from_torchvision(Fake, "test").split
 
     assert run_ranks(train, 4, timeout=60) == ["test"] * 4

@@ -60,9 +60,9 @@ class count_comms(TorchDispatchMode):
     `with count_comms() as comms:` gives a `Comms`. Collectives of c10d and of the
     functional API that have an entry in `RING` are seen, others (a barrier, a receive)
     are not. The backward pass counts too, with what DDP's reducer starts from C++; on a
-    GPU it runs in a thread of its own, into which autograd copies the dispatch modes of this
-    thread, such as this class (`ATen/ThreadLocalState.h`). Every operation passes through Python meanwhile: time
-    nothing inside the block.
+    GPU it runs in a thread of its own, into which autograd copies the modes of this
+    thread, such as this class (`ATen/ThreadLocalState.h`). Every operation passes through
+    Python meanwhile: time nothing inside the block.
     """
 
     def __init__(self) -> None:
