@@ -16,7 +16,8 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer, get_device, prepare_data_loader, prepare_model
 from torch.utils.data import DataLoader, Subset
 
-from utils import checkpoint_files, command_line, datasets, failures, models, preflight
+from utils import command_line, datasets, failures, models, preflight
+from utils.checkpoint_files import explain_reading, explain_writing
 
 
 def load_data(dataset, batch_size):
@@ -87,10 +88,7 @@ def evaluate(model, test_set, rank, world_size, device):
 
 def report(model, optimizer, metrics):
     """Report to Ray Train, on every rank: it keeps rank 0's metrics and checkpoint."""
-    with (
-        checkpoint_files.explain_writing("The checkpoint"),
-        TemporaryDirectory() as folder,
-    ):
+    with explain_writing("The checkpoint"), TemporaryDirectory() as folder:
         checkpoint = None
         if dist.get_rank() == 0:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -104,12 +102,8 @@ def load_latest(model, optimizer):
     checkpoint = ray.train.get_checkpoint()  # after a failure, or of a resumed run
     if not checkpoint:
         return 0
-    with (
-        checkpoint_files.explain_reading(checkpoint.path),
-        checkpoint.as_directory() as folder,
-    ):
-        file = f"{folder}/checkpoint.pt"
-        state = torch.load(file, map_location="cpu", weights_only=True)
+    with explain_reading(checkpoint.path), checkpoint.as_directory() as folder:
+        state = torch.load(f"{folder}/checkpoint.pt", "cpu", weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         return state["epoch"] + 1

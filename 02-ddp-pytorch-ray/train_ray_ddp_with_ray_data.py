@@ -20,15 +20,8 @@ import torch.distributed as dist
 from ray.train import DataConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer, get_device, prepare_model
 
-from utils import (
-    checkpoint_files,
-    command_line,
-    datasets,
-    failures,
-    models,
-    parquet,
-    preflight,
-)
+from utils import command_line, datasets, failures, models, parquet, preflight
+from utils.checkpoint_files import explain_reading, explain_writing
 from utils.parquet import COLUMNS, CORRUPT, decode
 
 
@@ -126,10 +119,7 @@ def evaluate(model, test_shard, rank, world_size):
 
 def report(model, optimizer, metrics):
     """Report to Ray Train, on every rank: it keeps rank 0's metrics and checkpoint."""
-    with (
-        checkpoint_files.explain_writing("The checkpoint"),
-        TemporaryDirectory() as folder,
-    ):
+    with explain_writing("The checkpoint"), TemporaryDirectory() as folder:
         checkpoint = None
         if dist.get_rank() == 0:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -143,12 +133,8 @@ def load_latest(model, optimizer):
     checkpoint = ray.train.get_checkpoint()  # after a failure, or of a resumed run
     if not checkpoint:
         return 0
-    with (
-        checkpoint_files.explain_reading(checkpoint.path),
-        checkpoint.as_directory() as folder,
-    ):
-        file = f"{folder}/checkpoint.pt"
-        state = torch.load(file, map_location="cpu", weights_only=True)
+    with explain_reading(checkpoint.path), checkpoint.as_directory() as folder:
+        state = torch.load(f"{folder}/checkpoint.pt", "cpu", weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         return state["epoch"] + 1

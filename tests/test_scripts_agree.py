@@ -27,6 +27,7 @@ LINES = dict(zip((*IMAGES, WITH_RAY_DATA, *TEXT), (130, 130, 180, 180, 200)))
 SHELL = {"parse_args", "fit", "main"}
 # Of utils, the training uses what every training needs, and this.
 ALLOWED = {"datasets", "models", "settings"} | {
+    "checkpoint_files",  # files that are whole, and sentences where that fails
     "parquet",  # decoding, in a module without torch: tasks on CPUs import it
     "zero",  # what knows DeepSpeed from inside
 }
