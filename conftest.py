@@ -13,7 +13,7 @@ import uuid
 from pathlib import Path
 
 import pytest
-from nbval.plugin import IPyNbFile
+from nbval.plugin import IPyNbCell, IPyNbFile
 
 from tests import scripts
 from tests.tools.notebooks.execution import RECORDING_ENVIRONMENT, end_left_over
@@ -69,6 +69,23 @@ def teardown(self):
 
 
 IPyNbFile.setup, IPyNbFile.teardown = setup, teardown
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Run no cell below one that failed: it would only fail for that, and take its time."""
+    failed = isinstance(item, IPyNbCell) and getattr(item.parent, "failed", None)
+    if failed:
+        pytest.xfail(f"not run, as {failed} failed")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport(item):
+    """Note a cell that failed; one that is to raise and does has passed."""
+    report = yield
+    if isinstance(item, IPyNbCell) and report.failed:
+        item.parent.failed = item.name
+    return report
 
 
 @pytest.fixture

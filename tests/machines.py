@@ -33,7 +33,17 @@ class Machine:
         self.address = ADDRESS.format(number)
         self._bridge, self._port = bridge, f"port{number}"
         self._name = f"{bridge}-{number}"
+        self._power = None
         _ip("netns", "add", self._name)
+        try:
+            self._start(own)
+        except BaseException:
+            self.off()
+            raise
+
+    def _start(self, own: list[Path]) -> None:
+        """Connect it to the bridge, and turn its power on."""
+        bridge = self._bridge
         cable = ["link", "add", self._port, "type", "veth"]
         _ip("-n", bridge, *cable, "peer", "name", "eth0", "netns", self._name)
         _ip("-n", bridge, "link", "set", self._port, "master", "bridge", "up")
@@ -87,8 +97,9 @@ class Machine:
 
     def off(self) -> None:
         """Cut its power."""
-        self._power.kill()
-        self._power.wait(30)
+        if self._power:
+            self._power.kill()
+            self._power.wait(30)
         _ip("netns", "del", self._name)
 
 

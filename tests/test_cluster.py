@@ -253,3 +253,90 @@ def test_a_ray_at_127_0_0_1_is_joined_as_the_readme_says():
     assert done.returncode == 0, done.stderr
     _, *joined, address = done.stdout.splitlines()
     assert address.startswith("127.0.0.1:") and joined == ["True"] * 3
+
+
+# Ray's own way to give up, of a Ray whose processes run: no raylet is ever found.
+GIVES_UP = """
+import os, time
+from utils.cluster import start_ray
+import psutil, ray
+from ray._private import node, services
+found, real_init, times, ports = services.get_node, ray.init, int(os.environ["TIMES"]), []
+clock = time.monotonic
+
+def init(**options):
+    ports.append(options["dashboard_port"])
+    if len(ports) > times:
+        services.get_node, time.monotonic = found, clock
+    return real_init(**options)
+
+def never(*args, **kwargs):
+    shift[0] += 40
+    raise RuntimeError("not there yet")
+
+shift = [0]
+ray.init, services.get_node = init, never
+time.monotonic = lambda: clock() + shift[0]
+try:
+    start_ray(1)
+    time.monotonic = clock
+    print(ray.get(ray.remote(lambda: "works").remote()))
+except Exception as error:
+    print(f"{type(error).__name__}: {error}")
+left = [c.name() for c in psutil.Process().children(recursive=True)]
+print(len(ports), ports[0] == ports[-1], left.count("gcs_server"), left.count("raylet"))
+"""
+
+
+@pytest.mark.parametrize(("times", "tried", "left"), [(1, 2, 1), (2, 2, 0)])
+def test_a_ray_that_did_not_come_up_is_started_once_more(times, tried, left):
+    done = run(GIVES_UP, TIMES=str(times), RAY_ADDRESS="local")
+    assert done.returncode == 0, done.stderr
+    *_, said, counted = done.stdout.splitlines()
+    if times == 1:
+        assert said == "works"
+    else:
+        assert said.startswith("BadInput: Ray did not start: twice")
+        assert "too slow or too busy" in said and "start this once more" in said
+    # tries; the same port, as the first Ray is gone; processes that are left
+    assert counted == f"{tried} True {left} {left}"
+
+
+@pytest.mark.parametrize(
+    ("address", "error", "calls"),
+    [
+        ("auto", "The current node timed out during startup. This could", 1),
+        ("local", "Something else", 1),
+    ],
+)
+def test_only_a_ray_that_is_started_here_is_started_twice(address, error, calls):
+    program = f"""
+from utils.cluster import start_ray
+import ray
+calls = []
+def init(**options):
+    calls.append(options)
+    raise Exception({error!r})
+ray.init = init
+try:
+    start_ray(1, address={address!r})
+except Exception as error:
+    print(len(calls), type(error).__name__, error)
+"""
+    done = run(program)
+    assert done.stdout == f"{calls} Exception {error}\n", done.stderr
+
+
+def test_ray_data_starts_no_ray_of_its_own():
+    program = """
+import utils.cluster, ray
+try:
+    ray.data.range(3).count()
+except Exception as error:
+    print(type(error).__name__, error)
+print(ray.is_initialized())
+"""
+    done = run(program, RAY_ADDRESS="")
+    said, there = done.stdout.splitlines()[-2:]
+    assert "Ray has not been started yet" in said, done.stdout + done.stderr
+    assert there == "False"

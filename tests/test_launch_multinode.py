@@ -8,6 +8,7 @@ import psutil
 import pytest
 
 from tests import scripts
+from utils.processes import free_port
 
 pytestmark = pytest.mark.part01
 
@@ -42,7 +43,7 @@ def test_nodes_are_launched_over_ssh(tmp_path):
     environment = {
         "HOSTS": "127.0.0.1 localhost",
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "MASTER_PORT": "29733",
+        "MASTER_PORT": str(free_port()),
         "GLOO_SOCKET_IFNAME": "lo",
     }
     done = subprocess.run(
@@ -79,7 +80,7 @@ def test_nodes_on_one_machine_share_no_gpu(gpus, expected, tmp_path):
         (tmp_path / name).write_text(f"#!/bin/bash\n{program}\n")
         (tmp_path / name).chmod(0o755)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "NPROC_PER_NODE": "2"}
-    environment |= {"MASTER_PORT": "29734", "WORKSHOP_MODE": "full"}
+    environment |= {"MASTER_PORT": str(free_port()), "WORKSHOP_MODE": "full"}
     done = subprocess.run(
         [scripts.LAUNCH_MULTINODE],
         env=os.environ | environment,

@@ -517,3 +517,19 @@ def test_the_operators_page_is_followed_from_nothing_to_a_finished_run(tmp_path)
         for terminal in (other, head):
             terminal.type("ray stop")
         head.type("ray status", fails=True)
+
+
+def test_a_machine_that_does_not_start_leaves_no_namespace():
+    def names() -> set[str]:
+        command = ["ip", "netns", "list"]
+        return set(subprocess.check_output(command, text=True, timeout=30).split())
+
+    try:
+        with machines(1, [], []):
+            before = names()
+    except OSError:
+        pytest.skip("this user may not make network namespaces")
+    with pytest.raises(OSError, match="does not start"):
+        with machines(2, [Path("/no/such/folder")], []):
+            pass
+    assert not {n for n in names() - before if n.startswith("workshop-")}

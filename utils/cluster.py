@@ -9,10 +9,11 @@ import socket
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import cloudpickle
+import psutil
 import ray
 from ray._private import ray_constants
 from ray._private.authentication.authentication_token_setup import _enable_token_auth
@@ -32,6 +33,8 @@ SPARE_CPUS = 2
 ON_NETWORK = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
 # Where the state API and the jobs API are, for this process and those that it starts.
 API_SERVER = "RAY_API_SERVER_ADDRESS"
+# What `ray.init` says when the Ray that it started did not come up in time.
+GAVE_UP = "The current node timed out during startup"
 # What Ray reads when it starts; `processes` sets what it reads when it is imported.
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -74,7 +77,8 @@ def start_ray(
 
     Raises:
         BadInput: RAY_ADDRESS names a cluster that does not answer, or that asks for a
-            token which is not here; or the workers do not fit (see `preflight.check_fits`).
+            token which is not here; the workers do not fit (see `preflight.check_fits`);
+            or Ray did not come up on this machine, twice.
         ValueError: Ray refuses one of `ray_init_options`.
     """
     num_workers = num_workers or settings.num_workers()
@@ -222,10 +226,8 @@ def _connect(num_cpus: int, address: str | None, options: dict) -> str:
         defaults["dashboard_host"] = "127.0.0.1"  # it runs code for whoever opens it
         defaults["include_dashboard"] = True
         defaults["dashboard_port"] = free_port(8265)  # Ray's own, or the next
-    options = defaults | options
+    asked, options = options, defaults | options
     options["runtime_env"] = _python() | options["runtime_env"]
-    # What Ray's processes inherit. A cluster that is joined says its own.
-    own = address == "local" and f"127.0.0.1:{options['dashboard_port']}"
     # A process per fit that waits for the notice that a cloud takes a node away. Nobody
     # takes this machine away; measured without it: 2.0 s less per fit on 2 cores.
     os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = str(int(address != "local"))
@@ -239,8 +241,11 @@ def _connect(num_cpus: int, address: str | None, options: dict) -> str:
                     raise AuthenticationError("no token")
                 _enable_token_auth()
         where = on_loopback() if _is_on_loopback(address) else contextlib.nullcontext()
-        with where, api_server(own):
-            context = ray.init(**options)
+        with where:
+            if address == "local":
+                context = _start(options, again=True, port="dashboard_port" in asked)
+            else:  # its processes say themselves where its API server is
+                context = ray.init(**options)
     except AuthenticationError as error:
         raise _refused(address) from error
     except (OSError, ValueError) as error:  # Ray's ConnectionError is an OSError
@@ -258,6 +263,53 @@ def _connect(num_cpus: int, address: str | None, options: dict) -> str:
     logging.getLogger("ray.train").setLevel(logging.WARNING)
     logging.getLogger("ray.data").setLevel(logging.ERROR)  # else a plan per execution
     return f"http://{context.dashboard_url}" if context.dashboard_url else "off"
+
+
+def _start(options: dict, again: bool, port: bool):
+    """Start Ray on this machine: what `ray.init` returns.
+
+    A raylet waits 15 s for its agent, and no setting makes that more: where the machine is
+    slow or busy, Ray gives up. Source: https://github.com/ray-project/ray/issues/65983
+
+    Args:
+        options: of `ray.init`.
+        again: whether to try once more then.
+        port: whether the caller has chosen the dashboard's port.
+
+    Raises:
+        BadInput: Ray gave up.
+    """
+    before = psutil.Process().children()
+    try:
+        # What Ray's processes inherit
+        with api_server(f"127.0.0.1:{options['dashboard_port']}"):
+            return ray.init(**options)
+    except Exception as error:  # Ray raises no kind of its own
+        if GAVE_UP not in str(error):
+            raise
+        ray.shutdown()
+        _end(set(psutil.Process().children()) - set(before))  # Ray leaves them
+        if not again:
+            raise BadInput(
+                "Ray did not start: twice its processes were not up in time, so this "
+                "machine is too slow or too busy just now. End what else runs on it (`top` "
+                "shows it), and start this once more."
+            ) from error
+    if not port:
+        options = options | {"dashboard_port": free_port(8265)}
+    return _start(options, again=False, port=port)
+
+
+def _end(processes: Iterable[psutil.Process]) -> None:
+    """Kill processes and all that they have started, and wait until they are gone."""
+    found = set(processes)
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found |= set(process.children(recursive=True))
+    for process in found:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(found, timeout=30)
 
 
 def _asks_for_token(address: str) -> bool:

@@ -18,6 +18,9 @@ from utils.errors import BadInput
 # What Ray reads when it is imported. What it reads later is set by `cluster.start_ray`.
 RAY_AT_IMPORT = {
     "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
+    # Ray Data and others would start a second Ray, without room for our workers, where
+    # `start_ray` was forgotten.
+    "RAY_ENABLE_AUTO_CONNECT": "0",
     # Ray would restart its workers through `uv run`, in an environment without packages.
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     # Against Ray's default. The new Parquet reader starts 32 actors that read footers, in
