@@ -80,6 +80,13 @@ def test_what_a_test_covers_stands_in_a_readme(command):
     assert command in {there for there, _ in readme.COMMANDS}, readme.covered()[command]
 
 
+def test_what_is_only_covered_is_listed_and_nothing_else():
+    only = readme.only_covered().keys()
+    assert only >= {"make bench", "make gpu"}
+    assert only.isdisjoint(RUN)
+    assert RUN >= {"make", "make lab", "make test-weekly"}
+
+
 @pytest.mark.runs("make lab")
 def test_lab_serves_the_first_notebook(tmp_path):
     if Path(sys.prefix) != notebooks.ROOT / ".venv":
