@@ -84,7 +84,7 @@ def test_what_is_only_covered_is_listed_and_nothing_else():
     only = readme.only_covered().keys()
     assert only >= {"make bench", "make gpu"}
     assert only.isdisjoint(RUN)
-    assert RUN >= {"make", "make lab", "make test-weekly"}
+    assert {"make", "make lab", "make test-weekly"} <= RUN
 
 
 @pytest.mark.runs("make lab")
@@ -156,6 +156,7 @@ def test_tour_prints_what_was_proved(two_notebooks, capsys):
     assert tour(two_notebooks) == 1
     out = capsys.readouterr().out
     assert re.search(r"01-part/01_good\.ipynb +\d+  1 \+ 1 is 2", out)
+    assert re.search(r"^01/02_bad +2 +2 +1 ", out, re.MULTILINE)  # tests.tools.sizes
     assert re.search(r"Failed: 01-part/02_bad\.ipynb, cell 1: .*division by zero", out)
     copy = notebooks.ROOT / "build" / "notebooks" / "01-part" / "01_good.ipynb"
     assert notebooks.proofs(nbformat.read(copy, as_version=4)) == ["1 + 1 is 2"]
