@@ -206,7 +206,7 @@ def test_make_alone_prints_every_target():
     shown = subprocess.check_output(command, cwd=ROOT, text=True, timeout=120)
     lines = shown.splitlines()
     assert [line.split()[:2] for line in lines] == [["make", t] for t in targets]
-    assert all(len(line.split()) > 4 for line in lines)  # and what each one does
+    assert all(line.split()[2:] for line in lines)  # and what each one does
 
 
 def test_kernel_is_registered():
