@@ -76,8 +76,8 @@ bench: $(READY) ## measure ratios, and write tests/tools/benchmarks/RESULTS.md
 gpu: $(READY) ## on GPUs: run everything, and print a table of what passed and was measured
 	@$(RUN) -m tests.tools.gpu
 
-lint: $(READY) ## check style and format
-	@$(PY) -m ruff check . && $(PY) -m ruff format --check .
+lint: $(READY) ## check style and format, and print sizes that nothing limits
+	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m tests.tools.sizes
 
 # Installs nothing: it says what is missing.
 doctor: ## say what this machine can run, and how to mend what it cannot

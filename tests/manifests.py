@@ -15,6 +15,7 @@ import yaml
 from packaging.requirements import Requirement
 
 from tests.tools.notebooks import ROOT
+from tests.workflow import gate_python
 
 CLUSTER = ROOT / "02-ddp-pytorch-ray" / "cluster"
 KUBERAY = CLUSTER / "kuberay"
@@ -433,8 +434,7 @@ def containerfile_faults(text: str) -> Iterator[str]:
     lines = [line.split(maxsplit=1) for line in text.splitlines() if line.strip()]
     steps = [(line[0], line[1]) for line in lines if line[0].isupper()]
     bases = [value for name, value in steps if name == "FROM"]
-    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
-    python = workflow["jobs"]["gate"]["steps"][1]["with"]["python-version"]
+    python = gate_python()
     if bases != [f"python:{python}-slim-bookworm"]:
         yield f"the image is built on {bases}, not on Python {python}"
     installs = [value for name, value in steps if "pip install" in value]
@@ -446,9 +446,7 @@ def containerfile_faults(text: str) -> Iterator[str]:
 
 def anyscale_image_faults(text: str) -> Iterator[str]:
     """The pins stand in this file as in requirements.txt: Ray's is that of the base."""
-    python = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
-    python = python["jobs"]["gate"]["steps"][1]["with"]["python-version"]
-    base = f"FROM anyscale/ray:{RAY}-slim-py{python.replace('.', '')}"
+    base = f"FROM anyscale/ray:{RAY}-slim-py{gate_python().replace('.', '')}"
     if base not in text.splitlines():
         yield f"the image is not built {base}"
     found = {

@@ -1,4 +1,4 @@
-"""The commands of the README: `make lab` serves, `make tour` prints, none is untested."""
+"""The commands of the READMEs: `make lab` serves, `make tour` prints, none is untested."""
 
 import ast
 import contextlib
@@ -16,72 +16,34 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from tests import readme, workflow
+from tests.readme import typed
 from tests.tools import notebooks
 from tests.tools.notebooks.__main__ import tour
 from tests.tools.notebooks.execution import record
 from tests.tools.notebooks.navigation import navigation
 from utils.processes import free_port
 
-README = notebooks.ROOT / "README.md"
-RUNS = "pytest.mark.runs"
-# A network, a name, and what the tests do by naming .venv/bin.
-NOT_RUN = {
-    "git clone <this repository>",
-    "cd <its folder>",
-    "source .venv/bin/activate",
-}
+# What CI types on every change or every Monday, a test marked `runs`, or the test of all
+# lines that start a script.
+RUN = workflow.made() | {command for command, *_ in readme.marked("runs")}
+RUN |= {line for _, lines in readme.script_lines() for line in lines}
 
 
-def commands(text: str) -> list[tuple[str, Path]]:
-    """The commands of a page in Markdown, and the folder in which each is typed."""
-    found = []
-    for block in re.findall(r"```(?:bash|sh|console)\n(.*?)```", text, re.DOTALL):
-        folder = README.parent
-        for line in block.splitlines():
-            for command in re.split(r"&&|;|\|", line.split("  #")[0]):
-                if (command := command.strip()) and not command.startswith("#"):
-                    found.append((command, folder))
-                    if command.startswith("cd ") and command not in NOT_RUN:
-                        folder = (folder / command.removeprefix("cd ")).resolve()
-    return found
-
-
-def run_by() -> dict[str, str]:
-    """What runs a command besides the reader: CI, or a test that is marked with it."""
-    gate = (notebooks.ROOT / ".ci" / "run").read_text().splitlines()
-    found = {line: ".ci/run" for line in gate if line.startswith("make ")}
-    for path in sorted(notebooks.ROOT.glob("tests/test_*.py")):
-        for test in ast.walk(ast.parse(path.read_text())):
-            for mark in getattr(test, "decorator_list", []):
-                if isinstance(mark, ast.Call) and ast.unparse(mark.func) == RUNS:
-                    names = [ast.literal_eval(argument) for argument in mark.args]
-                    found |= dict.fromkeys(names, f"{path.name}::{test.name}")
-    return found
-
-
-RUN_BY = run_by()
-
-
-def is_run(command: str, folder: Path) -> bool:
-    """Whether a test or CI runs this very command, or it enters a folder that exists."""
-    command = re.sub(r"^(?:[A-Z_]+=(?:\"[^\"]*\"|\S*) )+", "", command)
-    if command.startswith("make "):
-        command = re.sub(r"( [A-Z_]+=\S+)+$", "", command)
+def is_run_or_covered(command: str, folder: Path) -> bool:
+    """Whether a test or CI runs or covers it, or it enters a folder that exists."""
     if command.startswith("cd ") and (folder / command.removeprefix("cd ")).is_dir():
         return True
-    return command in RUN_BY or command in NOT_RUN
+    return command in RUN | readme.covered().keys() | readme.NOT_RUN
 
 
-COMMANDS = commands(README.read_text())
-
-
-def test_the_readme_has_commands():
-    assert {"make lab", "make test"} <= {command for command, _ in COMMANDS}
-
-
-@pytest.mark.parametrize(("command", "folder"), COMMANDS, ids=[c for c, _ in COMMANDS])
-def test_every_command_of_the_readme_is_run(command, folder):
-    assert is_run(command, folder), f"mark the test that runs it: @{RUNS}({command!r})"
+@pytest.mark.parametrize(
+    ("command", "folder"), readme.COMMANDS, ids=[c for c, _ in readme.COMMANDS]
+)
+def test_every_command_of_a_readme_is_run_or_covered(command, folder):
+    assert is_run_or_covered(command, folder), (
+        f"Type it in a test that is marked runs({command!r}), or mark what covers it."
+    )
 
 
 @pytest.mark.parametrize(
@@ -89,16 +51,40 @@ def test_every_command_of_the_readme_is_run(command, folder):
     ["make frobnicate", "make lab && rm -rf .", "cd nowhere", "torchrun train_ddp.py"],
 )
 def test_a_command_that_nothing_runs_is_seen(line):
-    assert not all(is_run(*each) for each in commands(f"```bash\n{line}\n```"))
+    found = readme.commands(f"```bash\n{line}\n```")
+    assert not all(is_run_or_covered(*each) for each in found)
 
 
-@pytest.mark.parametrize("command", RUN_BY)
-def test_what_a_test_says_to_run_is_there(command):
-    makefile = (notebooks.ROOT / "Makefile").read_text()
-    if command.startswith("make "):
-        assert f"\n{command.removeprefix('make ')}: " in makefile, RUN_BY[command]
-    else:
-        assert command in {c for c, _ in COMMANDS} | {"make"}, RUN_BY[command]
+@pytest.mark.parametrize(
+    ("command", "test", "code"),
+    readme.marked("runs"),
+    ids=[f"{test}-{command}" for command, test, _ in readme.marked("runs")],
+)
+def test_what_is_marked_runs_types_it(command, test, code):
+    assert readme.types(code, command), f"{test} never calls typed({command!r})"
+
+
+def test_a_mark_without_its_command_is_seen():
+    test = "@pytest.mark.runs('make gpu')\ndef test_a():\n    subprocess.run({})"
+    (marked,) = ast.parse(test.format("typed('make gpu')")).body
+    assert readme.types(marked, "make gpu")
+    for other in ("['make', 'gpu']", "typed('make lab')", ""):
+        (marked,) = ast.parse(test.format(other)).body
+        assert not readme.types(marked, "make gpu")
+    with pytest.raises(LookupError, match="'make frobnicate'"):
+        readme.typed("make frobnicate")
+
+
+@pytest.mark.parametrize("command", readme.covered())
+def test_what_a_test_covers_stands_in_a_readme(command):
+    assert command in {there for there, _ in readme.COMMANDS}, readme.covered()[command]
+
+
+def test_what_is_only_covered_is_listed_and_nothing_else():
+    only = readme.only_covered().keys()
+    assert only >= {"make bench", "make gpu"}
+    assert only.isdisjoint(RUN)
+    assert {"make", "make lab", "make test-weekly"} <= RUN
 
 
 @pytest.mark.runs("make lab")
@@ -106,7 +92,7 @@ def test_lab_serves_the_first_notebook(tmp_path):
     if Path(sys.prefix) != notebooks.ROOT / ".venv":
         pytest.skip("make lab needs the .venv of this repository")
     port = f"--ServerApp.port={free_port()}"
-    command = ["make", "lab", f"LAB_ARGS=--no-browser {port}"]
+    command = [*typed("make lab"), f"LAB_ARGS=--no-browser {port}"]
     log = tmp_path / "log"
     with log.open("w") as output:
         job = subprocess.Popen(
@@ -165,17 +151,18 @@ def two_notebooks(tmp_path, monkeypatch) -> list[Path]:
     return notebooks.all_notebooks()
 
 
-@pytest.mark.runs("make tour")
+@pytest.mark.covers("make tour")
 def test_tour_prints_what_was_proved(two_notebooks, capsys):
     assert tour(two_notebooks) == 1
     out = capsys.readouterr().out
     assert re.search(r"01-part/01_good\.ipynb +\d+  1 \+ 1 is 2", out)
+    assert re.search(r"^01/02_bad +2 +2 +1 ", out, re.MULTILINE)  # tests.tools.sizes
     assert re.search(r"Failed: 01-part/02_bad\.ipynb, cell 1: .*division by zero", out)
     copy = notebooks.ROOT / "build" / "notebooks" / "01-part" / "01_good.ipynb"
     assert notebooks.proofs(nbformat.read(copy, as_version=4)) == ["1 + 1 is 2"]
 
 
-@pytest.mark.runs("make record")
+@pytest.mark.covers("make record")
 def test_record_saves_clean_outputs(two_notebooks):
     good, bad = two_notebooks
     record([good])

@@ -41,16 +41,13 @@ def program(folder: Path, name: str, script: str) -> Path:
     return path
 
 
-def test_prints_every_check_on_one_screen_and_exits_with_its_verdict():
+def test_prints_every_check_and_exits_with_its_verdict():
     answer = run_doctor()
     checked = states(answer.stdout)
     assert list(checked) == [c.__name__.replace("_", " ") for c in doctor.CHECKS]
     assert set(checked.values()) <= {"ok", "warn", "FAIL"}
     assert answer.returncode == ("FAIL" in checked.values())
     assert answer.stderr == ""
-    lines = answer.stdout.splitlines()
-    assert len(lines) <= 40
-    assert max(map(len, lines)) <= 100
 
 
 def test_whoever_reads_the_table_knows_which_workshop_it_is_of():

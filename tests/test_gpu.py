@@ -159,7 +159,7 @@ def test_a_batch_that_cannot_be_shared_equally_takes_fewer(monkeypatch):
     assert knobs(choosing)["num_workers"] == 2  # of 3: they share 8 texts
 
 
-@pytest.mark.runs("make gpu")
+@pytest.mark.covers("make gpu")
 def test_without_a_gpu_it_says_so():
     done = subprocess.run(
         [sys.executable, "-m", "tests.tools.gpu"],

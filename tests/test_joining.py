@@ -199,7 +199,7 @@ def submit(there: Head, script: str, *arguments) -> list[str]:
     return printed[1].splitlines()
 
 
-@pytest.mark.runs(
+@pytest.mark.covers(
     "ray job submit --address=http://127.0.0.1:8265 --working-dir=. "
     """--runtime-env-json='{"py_modules": ["utils"], "env_vars": """
     """{"WORKSHOP_STORAGE": "/shared"}}' -- """

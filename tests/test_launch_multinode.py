@@ -30,7 +30,9 @@ def test_port_in_use_is_said():
 
 
 @pytest.mark.slow
-@pytest.mark.runs("./launch_multinode_ddp.sh --epochs 3")
+@pytest.mark.covers(
+    'HOSTS="gpu1 gpu2" NPROC_PER_NODE=8 ./launch_multinode_ddp.sh --epochs 3'
+)
 def test_nodes_are_launched_over_ssh(tmp_path):
     """With an `ssh` that runs the command here, as sshd would, in another folder."""
     ssh = tmp_path / "ssh"

@@ -44,8 +44,9 @@ def test_in_a_task_of_ray():
 """
 
 
-def test_there_are_thirty_of_different_names():
-    assert len(ALL) == len({mistake.name for mistake in ALL}) == 30
+def test_no_two_have_the_same_name():
+    """A name on the command line means one of them, and heads one row of the table."""
+    assert len(ALL) == len({mistake.name for mistake in ALL})
 
 
 @pytest.mark.parametrize("mistake", ALL, ids=lambda mistake: mistake.name)

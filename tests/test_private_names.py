@@ -74,8 +74,10 @@ NAMES = {
             "ray.train.v2._internal.constants.ENABLE_PREEMPTION_WATCHER_ENV_VAR",
             "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER",
         ),
-        "test_no_statistics_and_a_short_poll": ("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S",),
-        "02-ddp-pytorch-ray/02_*.ipynb": ("RAY_TRAIN_ENABLE_PRINT_PATCH",),
+        "02-ddp-pytorch-ray/02_*.ipynb": (
+            "RAY_TRAIN_ENABLE_PRINT_PATCH",
+            "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S",
+        ),
         "02-ddp-pytorch-ray/03_*.ipynb": (
             "RAY_DATA_USE_DATASOURCE_V2",
             "RAY_DATA_PARQUET_FOOTER_NUM_ACTORS",

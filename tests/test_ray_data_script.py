@@ -93,6 +93,9 @@ def call(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.covers(
+    "python train_ray_ddp_with_ray_data.py --data-path s3://bucket/folder --num-workers 8"
+)
 @pytest.mark.usefixtures("own_ray")
 def test_a_run_leaves_out_and_counts_what_is_corrupt(damaged, tmp_path, call, capfd):
     """3 files of 48 rows are whole: 144 rows, 72 for each worker, 4 batches of 18."""

@@ -95,8 +95,6 @@ def saved_state(folder: Path) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.runs("torchrun --nproc_per_node=4 train_ddp.py --epochs 3")
-@pytest.mark.runs("python train_ray_ddp.py --num-workers 4 --epochs 3")
 def test_both_scripts_learn(trained):
     """To 95% in a third epoch, which the notebooks train."""
     ddp, ray = (saved_state(folder)["accuracy"] for folder, _ in trained.values())

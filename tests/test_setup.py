@@ -14,6 +14,7 @@ import time
 
 import pytest
 
+from tests.readme import typed
 from tests.tools.notebooks import ROOT
 
 PYTHON = r"""#!/bin/bash
@@ -94,7 +95,7 @@ def clone(tmp_path):
     return Clone(tmp_path)
 
 
-@pytest.mark.runs("make setup", "pip install -r requirements.txt")
+@pytest.mark.covers("make setup", "pip install -r requirements.txt")
 def test_first_call_installs_and_the_second_does_nothing(clone):
     status, output, calls = clone.make("setup")
     assert status == 0, output
@@ -267,7 +268,8 @@ def test_lab_listens_on_this_machine_only(clone):
     assert "--ServerApp.ip=127.0.0.1" in started.split()
 
 
-@pytest.mark.runs("make test", "make test-all", "make test-weekly")
+@pytest.mark.covers("make test", "make test PART=02")
+@pytest.mark.covers("make test-all", "make test-weekly")
 @pytest.mark.parametrize(
     ("arguments", "chosen"),
     [
@@ -292,7 +294,7 @@ def test_a_part_that_does_not_exist_is_named(clone):
     assert not any("pytest" in call for call in calls)
 
 
-@pytest.mark.runs("make doctor")
+@pytest.mark.covers("make doctor")
 def test_doctor_installs_nothing(clone):
     """It says what is missing, also where nothing is there."""
     status, output, calls = clone.make("doctor")
@@ -309,7 +311,8 @@ def test_clean_removes_what_was_made_and_nothing_else(clone):
     (clone.folder / "build").mkdir()
     (clone.folder / "notes.txt").write_text("mine")
     before = {*FILES, "notes.txt"}
-    assert clone.make("clean")[0] == 0
+    _, target = typed("make clean")
+    assert clone.make(target)[0] == 0
     assert {path.name for path in clone.folder.iterdir()} == before
 
 

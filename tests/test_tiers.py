@@ -93,7 +93,7 @@ TESTS = {f"test_tiny.py::test_{name}" for name in ("right", "wrong", "of_part_02
 
 
 @pytest.mark.slow
-@pytest.mark.runs("pytest --nbval 01-ddp-pytorch-only", "pytest --lf")
+@pytest.mark.covers("pytest --nbval 01-ddp-pytorch-only", "pytest --lf")
 def test_marks_choose_and_a_failed_cell_brings_its_notebook(project):
     two_lessons(project)
     found = project.run("--nbval", "-m", "not slow and not weekly", ".")

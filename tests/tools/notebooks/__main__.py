@@ -13,7 +13,7 @@ from pathlib import Path
 import nbformat
 from tqdm import tqdm
 
-from tests.tools import notebooks
+from tests.tools import notebooks, sizes
 from tests.tools.notebooks.execution import execute, record
 from tests.tools.notebooks.navigation import link
 
@@ -49,6 +49,7 @@ def tour(paths: list[Path]) -> int:
                 f"{name:<{width}} {seconds:>7.0f}" if number == 0 else " " * (width + 8)
             )
             print(f"{start}  {line}")
+    print(f"\n{sizes.notebook_table(paths)}")
     print(
         "\n".join(failures) or f"\nExecuted copies are in {build.relative_to(root)}/."
     )

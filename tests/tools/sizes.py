@@ -1,0 +1,134 @@
+"""Print what no test limits: sizes of notebooks and scripts, and what is only covered.
+
+    python -m tests.tools.sizes
+
+To look at, not to write up to: a number that stands out is a question, not a fault.
+"""
+
+import ast
+import itertools
+import re
+import statistics
+from pathlib import Path
+
+import nbformat
+
+from tests import readme, scripts
+from tests.tools import notebooks
+
+# Above this heading is a lesson's main line, below it are its side trips.
+SIDE_TRIPS = re.compile(r"^#+ Going deeper", re.MULTILINE)
+WORDS_PER_MINUTE, LINES_PER_MINUTE = 200, 10
+HOURS = {"half an hour": 30, "three quarters of an hour": 45, "an hour": 60}
+COUNTS = ("cells", "main line", "median", "longest", "in a row", "pictures")
+COUNTS += ("diagrams", "not compared", "to read", "main line", "it says", "README")
+CAPTION = """\
+Cells: all, and the main line. Lines of a code cell: median, longest. Most code cells in a
+row. Not compared: cells. Minutes to read: of all and of the main line, counted; as the
+notebook says; as its folder's README says."""
+
+
+def lines(cell) -> int:
+    """Count the lines of a cell that are not empty."""
+    return sum(bool(line.strip()) for line in cell.source.splitlines())
+
+
+def main_line(cells: list) -> list:
+    """Return the cells before the heading "Going deeper"; all where there is none."""
+
+    def is_main(cell) -> bool:
+        return cell.cell_type != "markdown" or not SIDE_TRIPS.search(cell.source)
+
+    return list(itertools.takewhile(is_main, cells))
+
+
+def minutes_to_read(cells: list) -> int:
+    """Return the minutes that words and lines of code take."""
+    words = sum(len(c.source.split()) for c in cells if c.cell_type == "markdown")
+    code = sum(lines(cell) for cell in cells if cell.cell_type == "code")
+    return round(words / WORDS_PER_MINUTE + code / LINES_PER_MINUTE)
+
+
+def minutes_said(text: str) -> int | None:
+    """Return the minutes in "a minute to run, half an hour to read"; None without."""
+    found = re.search(r", (?:about )?([\w ]+) to read\b", text)
+    said = found[1] if found else ""
+    if said in HOURS:
+        return HOURS[said]
+    number = said.removesuffix(" minutes")
+    return int(number) if number.isdecimal() else None
+
+
+def minutes_in_readme(path: Path) -> int | None:
+    """Return the minutes to read in a notebook's row of its folder's README."""
+    page = path.parent / "README.md"
+    text = page.read_text() if page.exists() else ""
+    row = re.search(rf"\({path.name}\) \|.*\| (\d+) minutes \|$", text, re.MULTILINE)
+    return int(row[1]) if row else None
+
+
+def notebook_row(path: Path) -> list:
+    """Return the counts of a notebook, in the order of COUNTS."""
+    cells = nbformat.read(path, as_version=4).cells
+    code = [c for c in cells if c.cell_type == "code" and c.source.strip()]
+    text = [cell.source for cell in cells if cell.cell_type == "markdown"]
+    lengths = [lines(cell) for cell in code]
+    runs = itertools.groupby(cells, key=lambda cell: cell.cell_type)
+    outputs = [output for cell in code for output in cell.outputs]
+    tags = [cell.metadata.get("tags", []) for cell in code]
+    return [
+        len(cells),
+        len(main_line(cells)),
+        f"{statistics.median(lengths):g}",
+        max(lengths),
+        max(len([*run]) for kind, run in runs if kind == "code"),
+        sum("image/png" in output.get("data", {}) for output in outputs),
+        sum("```mermaid" in source for source in text),
+        sum("nbval-ignore-output" in each for each in tags),
+        minutes_to_read(cells),
+        minutes_to_read(main_line(cells)),
+        minutes_said(cells[0].source),
+        minutes_in_readme(path),
+    ]
+
+
+def script_row(path: Path) -> list:
+    """Return a script's lines, those of its longest function, and that one's name."""
+    text = path.read_text()
+    functions = (n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef))
+    longest, name = max((f.end_lineno - f.lineno + 1, f.name) for f in functions)
+    return [len(text.splitlines()), longest, name]
+
+
+def table(head: list[str], rows: list[list]) -> str:
+    """Return rows as aligned text; the first column is a name, None is "-"."""
+    shown = [["-" if each is None else str(each) for each in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(head, *shown)]
+
+    def line(row: list[str]) -> str:
+        others = (each.rjust(width) for each, width in zip(row[1:], widths[1:]))
+        return "  ".join([row[0].ljust(widths[0]), *others])
+
+    return "\n".join(map(line, [head, *shown]))
+
+
+def notebook_table(paths: list[Path]) -> str:
+    """Return a line per notebook: cells, lines of code cells, minutes to read."""
+    rows = [[f"{p.parent.name[:2]}/{p.stem}", *notebook_row(p)] for p in paths]
+    return f"{table(['notebook', *COUNTS], rows)}\n{CAPTION}"
+
+
+def main() -> None:
+    """Print the three tables."""
+    print(notebook_table(notebooks.all_notebooks()))
+    paths = sorted(scripts.ROOT.glob("0*/train_*.py"))
+    print()
+    head = ["script", "lines", "longest function", ""]
+    print(table(head, [[path.name, *script_row(path)] for path in paths]))
+    print("\nREADME commands that tests cover, but none types as they stand:")
+    for command, tests in readme.only_covered().items():
+        print(f"{command}\n    {', '.join(tests)}")
+
+
+if __name__ == "__main__":
+    main()
