@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 
@@ -52,6 +53,25 @@ def cases(*expected: tuple[tuple, Any]) -> Callable[[Callable], bool | str]:
         return True
 
     return is_right
+
+
+def join(seconds: float = 20) -> tuple[int, int]:
+    """Join the process group of this run; returns rank and world size.
+
+    Ends once all ranks are there: else one that has nothing to send might be gone before
+    the others have found it, and they would blame the network. Waiting for another rank
+    ends in an error after `seconds`.
+    """
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
+    dist.barrier()
+    return dist.get_rank(), dist.get_world_size()
+
+
+def stands_still(error: RuntimeError) -> bool:
+    """Whether it is gloo's: the others are elsewhere, or have ended."""
+    return "Timed out" in str(error) or "by peer" in str(error)
 
 
 def _is_near(answer: Any, number: float) -> bool:
