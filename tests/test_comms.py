@@ -62,6 +62,7 @@ def test_calls_and_bytes():
                     collective()
             collective()  # not counted: the block has ended
             counted.append((dict(counts.calls), dict(counts.payload), counts.sent(N)))
+            assert counts.groups == {(0, 1): comms.Comms(counts.calls, counts.payload)}
         with comms.count_comms() as counts:
             (zeros(5) + 1).sum()
             dist.barrier()
@@ -107,6 +108,26 @@ def test_ring_formula():
     assert comms.allreduce_bytes(100, 1) == 0
     assert comms.allreduce_bytes(100, 2) == 100
     assert comms.allreduce_bytes(100, 4) == 150
+
+
+def test_a_step_sends_trips_times_its_share_of_the_parameters():
+    sent = {name: comms.predict(name, 100, 4) for name in comms.TRIPS}
+    assert sent == {
+        **{"ddp": 150, "zero1": 150, "zero2": 150, "zero3": 225},
+        **{"fsdp2": 225, "fsdp2-keep": 150},
+    }
+    assert comms.Comms(payload={"send": 10}).sent(4) == 10
+
+
+def test_what_leaves_a_node_is_what_rings_send_across():
+    """Four ranks on two nodes. A ring of all has two of its four links between nodes, one
+    within a node none, one across both of its two."""
+    for ranks, leaving in (((0, 1, 2, 3), 150), ((0, 1), 0), ((0, 2), 200)):
+        counted = comms.Comms(payload={"allreduce": 100})
+        found = comms.Comms(groups={ranks: counted}).leaving_node(ranks_per_node=2)
+        assert found == leaving
+    both = {(0, 1): counted, (0, 2): counted}
+    assert comms.Comms(groups=both).leaving_node(2) == 200
 
 
 def test_a_strategy_that_does_not_exist_is_refused():

@@ -56,6 +56,9 @@ def test_splits_are_fixed_and_together_the_whole_file():
     with np.load(shipped.DIGITS_FILE) as file:
         originals = {image.tobytes() for image in file["images"]}
     assert len(seen) == len(originals) == 1797  # no image twice, and none in both
+    with np.load(shipped.DIGITS_FILE) as file:
+        every_fifth = file["labels"][::5].tolist()
+    assert datasets.digits("test").tensors[1].tolist() == every_fifth
 
 
 def test_pictures_show_their_labels():

@@ -19,6 +19,14 @@ def test_the_zero_paper():
     assert gigabytes == [120.0, 31.4, 16.6, 1.9]
 
 
+def test_what_deepspeed_keeps_besides():
+    """A master copy, 4 bytes; and what its estimator takes for the gradients."""
+    extra = memory.FP32._replace(optimizer=memory.FP32.optimizer + 4)
+    assert extra == memory.DEEPSPEED_FP32
+    assert memory.MIXED._replace(gradients=4) == memory.DEEPSPEED_ESTIMATE
+    assert memory.DEEPSPEED_FP32.total == 20 and memory.DEEPSPEED_ESTIMATE.total == 18
+
+
 def test_a_stage_that_does_not_exist_is_refused():
     with pytest.raises(ValueError, match="must be 0, 1, 2 or 3"):
         memory.predict(1, 1, 4)
@@ -50,14 +58,25 @@ def test_count_memory_follows_what_lives():
     assert torch.UntypedStorage.resize_ is counted._resize
 
 
+def test_what_existed_before_is_not_counted_and_types_are_kept():
+    before = torch.zeros(1000)
+    with memory.count_memory() as counted:
+        before += 1
+        assert counted.live == 0
+        kept = torch.zeros(10, dtype=torch.float64)
+        assert counted.live == kept.nbytes == 80
+
+
 def test_memory_of_a_gpu_is_asked_of_its_allocator(monkeypatch):
     """With numbers of an allocator, as a machine without a GPU has none."""
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    reset = []
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset.append)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 500)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
     with memory.follow_memory(torch.device("cuda", 0)) as followed:
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 300)
     assert (followed.live, followed.peak) == (200, 400)
+    assert reset == [torch.device("cuda", 0)]  # else it is the peak of the whole run
     with memory.follow_memory(torch.device("cpu")) as followed:
         torch.zeros(1000)
     assert (followed.live, followed.peak) == (0, 4000)

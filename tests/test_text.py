@@ -31,6 +31,9 @@ def test_text_of_any_file(tmp_path):
     inputs, targets = datasets.text(block_size=8, path=path).tensors
     assert inputs.shape == (22, 8)
     assert (targets == inputs + 1).all()
+    # 180 bytes to train on: the last one has no byte that follows it, so 9 blocks are 8
+    inputs, targets = datasets.text(block_size=20, path=path).tensors
+    assert inputs.shape == targets.shape == (8, 20)
 
 
 def test_text_says_what_is_wrong(tmp_path, monkeypatch):

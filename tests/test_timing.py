@@ -39,6 +39,20 @@ def test_a_constant_that_is_not_needed_costs_nothing():
     assert found[2:] == pytest.approx(LAPTOP[2:])
 
 
+def test_as_many_steps_as_constants_are_enough():
+    four = [works()[i] for i in (0, 1, 4, 8)]
+    seconds = [timing.predict(work, LAPTOP).exposed for work in four]
+    assert timing.fit(four, seconds) == pytest.approx(LAPTOP)
+
+
+def test_flops_of_a_token_and_the_links_of_a_node():
+    assert timing.training_flops(10, 100) == 6000
+    of_gpus = {n: timing.h100_cluster(n).bandwidth for n in (4, 8, 16)}
+    assert of_gpus == {4: 450e9, 8: 450e9, 16: 400e9}
+    assert Machine(1, 1, 1).start == 0  # a layer costs nothing unless it is said
+    assert {"L40S", "L40", "L4"} < timing.PEAK_FLOPS.keys()
+
+
 def test_two_steps_do_not_tell_four_constants():
     with pytest.raises(ValueError, match="2 steps cannot tell 4"):
         timing.fit(works()[:2], [1, 1])

@@ -1,17 +1,21 @@
 """What the functions of the training scripts compute, called on two ranks."""
 
 import sys
+from argparse import Namespace
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from tests import scripts, sharding
 from utils.comms import count_comms
 from utils.launch import run_ranks
 from utils.memory import count_memory
-from utils.models import GPT, SMOKE
+from utils.models import GPT, SMOKE, resnet18
 
 # Seven images, which two ranks cannot share equally; of class 0 is the first alone.
 IMAGES, LABELS = torch.zeros(7, 1), torch.tensor([0, 1, 1, 1, 1, 1, 1])
@@ -28,7 +32,7 @@ def always_zero() -> torch.nn.Module:
 class Stream:
     """A shard of Ray Data: batches of three images."""
 
-    def iter_torch_batches(self, batch_size):
+    def iter_torch_batches(self, batch_size, **_):
         for images, labels in zip(IMAGES.split(3), LABELS.split(3)):
             yield {"image": images, "label": labels}
 
@@ -211,3 +215,220 @@ def test_a_half_written_checkpoint_is_not_taken(tmp_path):
     for script in (sharding.TRAIN_FSDP2, sharding.TRAIN_DEEPSPEED):
         found = scripts.load(script).last_checkpoint(tmp_path)
         assert found == tmp_path / "step-000005"
+
+
+IMAGE_SCRIPTS = [scripts.TRAIN_DDP, scripts.TRAIN_RAY_DDP]
+STREAM = scripts.TRAIN_RAY_DDP_WITH_RAY_DATA
+TEXT_SCRIPTS = [sharding.TRAIN_FSDP2, sharding.TRAIN_DEEPSPEED]
+
+
+def by_name(paths: list[Path]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("path", paths, ids=lambda path: path.stem)
+
+
+class Watched(nn.Module):
+    """Predicts the class that it is given, but for what dropout takes in training: all."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.drop = nn.Parameter(torch.eye(10)), nn.Dropout(1.0)
+
+    def forward(self, classes):
+        return self.drop(F.one_hot(classes.long(), 10).float() @ self.weight)
+
+
+@by_name([*IMAGE_SCRIPTS, STREAM, *TEXT_SCRIPTS])
+def test_evaluation_sees_the_model_as_it_predicts_and_leaves_it_training(
+    path, monkeypatch
+):
+    """With dropout, which a model has in training alone; of BatchNorm the same holds."""
+    script, model, classes = scripts.load(path), Watched(), torch.arange(1, 8)
+    monkeypatch.setattr(dist, "all_reduce", lambda of_the_only_rank: None)
+    if path == STREAM:
+        batches = [{"image": classes, "label": classes}]
+        shard = Namespace(iter_torch_batches=lambda batch_size: batches)
+        found = script.evaluate(model, shard, 0, 1)
+    else:
+        # a text is one byte here, and the next byte is the same
+        shape = (7, 1) if path in TEXT_SCRIPTS else (7,)
+        test_set = TensorDataset(classes.view(shape), classes.view(shape))
+        found = script.evaluate(model, test_set, 0, 1, torch.device("cpu"))
+    loss = F.cross_entropy(torch.eye(10)[classes], classes).item()
+    assert found == pytest.approx(loss if path in TEXT_SCRIPTS else 1.0)
+    assert model.training
+
+
+def fixed(label: int) -> tuple[nn.Module, torch.optim.Optimizer, float]:
+    """A model that takes every image for a 0, what it loses on a label, and no progress."""
+    model, image = always_zero(), torch.zeros(1, 1)
+    loss = F.cross_entropy(model(image), torch.tensor([label])).item()
+    return model, torch.optim.SGD(model.parameters(), lr=0.0), loss
+
+
+@by_name([*IMAGE_SCRIPTS, STREAM])
+def test_the_loss_of_an_epoch_is_the_mean_over_ranks_and_steps(path):
+    """The model gets all zeros right; rank 1 sees ones in its second step."""
+
+    def epoch() -> float | dict:
+        dist.init_process_group("gloo")
+        script, (model, optimizer, _) = scripts.load(path), fixed(0)
+        labels = torch.tensor(
+            [[0, 0], [0, 0]] if dist.get_rank() == 0 else [[0, 0], [1, 1]]
+        )
+        images = torch.zeros(2, 2, 1)
+        if path == STREAM:
+            script.get_device = lambda: torch.device("cpu")
+            batches = [{"image": i, "label": n} for i, n in zip(images, labels)]
+            shard = Namespace(iter_torch_batches=lambda **_: batches)
+            return script.train_epoch(model, optimizer, shard, {"batch_size": 2}, 0)
+        device = [torch.device("cpu")] * (path == scripts.TRAIN_DDP)
+        return script.train_epoch(model, optimizer, list(zip(images, labels)), *device)
+
+    mean = (3 * fixed(0)[2] + fixed(1)[2]) / 4
+    for found in run_ranks(epoch, 2):
+        loss = found["loss"] if path == STREAM else found
+        assert loss == pytest.approx(mean)
+        if path == STREAM:  # counts of all ranks, steps of each
+            counted = {name: found[name] for name in ("steps", "rows", "corrupt")}
+            assert counted == {"steps": 2, "rows": 8, "corrupt": 0}
+
+
+@by_name([*IMAGE_SCRIPTS, STREAM])
+def test_a_step_is_one_of_gradient_descent(path):
+    """Two steps, as the second would see what the first left behind."""
+    script, ours, theirs = scripts.load(path), always_zero(), always_zero()
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.5)
+    images, labels = torch.ones(7, 1), LABELS
+    for _ in range(2):
+        expected = F.cross_entropy(theirs(images), labels)
+        gradients = torch.autograd.grad(expected, list(theirs.parameters()))
+        for parameter, gradient in zip(theirs.parameters(), gradients):
+            parameter.data -= 0.5 * gradient
+        loss = script.train_step(ours, optimizer, images, labels)
+        assert loss.item() == pytest.approx(expected.item())
+        assert not loss.requires_grad
+    for a, b in zip(ours.parameters(), theirs.parameters()):
+        torch.testing.assert_close(a, b)
+
+
+def test_ddp_trains_on_every_image_once_and_from_the_same_weights():
+    """In an order of its own in every epoch, in whole batches."""
+    in_channels, lr = 3, 0.25
+
+    def look() -> tuple:
+        dist.init_process_group("gloo")
+        script = scripts.load(scripts.TRAIN_DDP)
+        loader, test_set = script.load_data("digits", 100)
+        orders = []
+        for epoch in (0, 1):
+            loader.sampler.set_epoch(epoch)
+            orders.append(list(loader.sampler))
+        torch.manual_seed(dist.get_rank() + 5)
+        model, wrapped, optimizer = script.build(in_channels, lr, torch.device("cpu"))
+        same = wrapped.module is model and wrapped.gradient_as_bucket_view
+        weights = [p.detach().clone() for p in model.parameters()]
+        of_optimizer = {id(p) for p in optimizer.param_groups[0]["params"]}
+        same &= of_optimizer == {id(p) for p in model.parameters()}
+        counts = len(loader), len(loader.dataset), len(test_set)
+        return orders, counts, same, weights, optimizer.defaults["lr"]
+
+    torch.manual_seed(0)
+    expected = [p.detach() for p in resnet18(in_channels=in_channels).parameters()]
+    ranks = run_ranks(look, 2)
+    for _, counts, same, weights, of_optimizer in ranks:
+        assert (counts, same, of_optimizer) == ((7, 1437, 360), True, lr)
+        assert all(torch.equal(a, b) for a, b in zip(weights, expected, strict=True))
+    for epoch in (0, 1):
+        orders = [rank[0][epoch] for rank in ranks]
+        assert set(orders[0] + orders[1]) == set(range(1437))
+        assert len(orders[0]) == len(orders[1]) == 719
+        assert orders[0] != sorted(orders[0])
+    assert ranks[0][0][0] != ranks[0][0][1]
+
+
+def counted_saves(script) -> list:
+    """What `torch.save` is given from here on; it is still written."""
+    saves, save = [], torch.save
+
+    def count(what, *args, **options):
+        saves.append(what)
+        return save(what, *args, **options)
+
+    script.torch.save = count
+    return saves
+
+
+def small_run(path: Path, folder: Path) -> list:
+    """Train an epoch of two steps and save it; returns what this rank has saved."""
+    script, saves = scripts.load(path), []
+    if path == scripts.TRAIN_DDP:
+        few = TensorDataset(torch.rand(8, 1, 28, 28), torch.arange(8))
+        script.datasets.load = lambda name, split: few
+        saves = counted_saves(script)
+        options = {"dataset": "few", "batch_size": 2, "lr": 1e-3, "epochs": 1}
+        args = Namespace(**options, checkpoint=folder / "checkpoint.pt")
+        script.train(args, torch.device("cpu"))
+    elif path == sharding.TRAIN_FSDP2:
+        model = sharding.shard(sharding.build_model(torch.float32))
+        saves = counted_saves(script)
+        script.export(model, folder / "model.pt")
+    else:
+        script.ray.train.report = lambda metrics, checkpoint: None
+        saves, (model, optimizer, _) = counted_saves(script), fixed(0)
+        script.report(model, optimizer, {"epoch": 0})
+    return saves
+
+
+@by_name([*IMAGE_SCRIPTS, STREAM, sharding.TRAIN_FSDP2])
+def test_only_rank_0_writes_the_checkpoint(path, tmp_path):
+    """Two that write one file at once may leave a third one; here, the count of writers."""
+
+    def writes() -> int:
+        dist.init_process_group("gloo")
+        return len(small_run(path, tmp_path))
+
+    assert run_ranks(writes, 2) == [1, 0]
+
+
+@by_name([*IMAGE_SCRIPTS, STREAM])
+def test_a_checkpoint_is_loaded_to_the_cpu(path, tmp_path, monkeypatch):
+    """Else all ranks of a node load it to the GPU of the rank that wrote it."""
+    script, (model, optimizer, _) = scripts.load(path), fixed(0)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(state | {"epoch": 0}, tmp_path / "checkpoint.pt")
+    loaded_to, load = [], torch.load
+
+    def watched(*args, map_location=None, **options):
+        loaded_to.append(str(map_location))
+        return load(*args, map_location=map_location, **options)
+
+    monkeypatch.setattr(torch, "load", watched)
+    monkeypatch.setattr(script.dist, "broadcast_object_list", lambda found: None)
+    if path == scripts.TRAIN_DDP:
+        script.load_checkpoint(tmp_path / "checkpoint.pt", model, optimizer)
+    else:
+        there = script.ray.train.Checkpoint.from_directory(tmp_path)
+        monkeypatch.setattr(script.ray.train, "get_checkpoint", lambda: there)
+        script.load_latest(model, optimizer)
+    assert loaded_to == ["cpu"]
+
+
+@by_name(TEXT_SCRIPTS)
+def test_all_ranks_resume_from_what_rank_0_finds(path, tmp_path):
+    """Also where the folder of the other one, on a node of its own, holds nothing."""
+    whole = tmp_path / "rank-0" / "step-000002"
+    whole.mkdir(parents=True)
+    (tmp_path / "rank-1").mkdir()
+    (whole / ".metadata").touch()
+    (whole.parent / "latest").write_text(whole.name)
+
+    def found() -> Path | None:
+        dist.init_process_group("gloo")
+        script, mine = scripts.load(path), tmp_path / f"rank-{dist.get_rank()}"
+        if path == sharding.TRAIN_DEEPSPEED:
+            return script.checkpoint_to_load(mine)
+        script.load_checkpoint = lambda model, optimizer, batch, folder: folder
+        args = Namespace(checkpoint_dir=mine, batch_size=2)
+        return script.resume(None, None, args) or None
+
+    assert run_ranks(found, 2) == [whole, whole]
