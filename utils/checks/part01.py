@@ -88,7 +88,8 @@ def _average(average: Callable) -> tuple[str, int]:
 
 def _accumulates_and_sends_once(backward_in_parts: Callable) -> bool | str:
     """Whether `backward_in_parts(model, parts)` leaves the mean and sends it only once."""
-    ratios, calls = zip(*run_ranks(_accumulate, 2, backward_in_parts, timeout=60))
+    found = run_ranks(_accumulate, 2, backward_in_parts, timeout=60)
+    ratios, calls, held = zip(*found)
     if any(abs(ratio - 3) < 1e-4 for ratio in ratios):
         return "With 3 parts, the gradient is 3 times too long."
     if calls[0] == 0:
@@ -99,11 +100,19 @@ def _accumulates_and_sends_once(backward_in_parts: Callable) -> bool | str:
         return (
             f"The gradient is right, but it was all-reduced {calls[0]} times, not once."
         )
+    if max(held) > 2:
+        return (
+            f"It takes {max(held)} images forward before it goes backward, and a part has "
+            "2: that needs the memory which parts are there to save."
+        )
     return True
 
 
-def _accumulate(backward_in_parts: Callable) -> tuple[float, int]:
-    """On a rank: the gradient in units of the right one (or -1), and the all-reduces."""
+def _accumulate(backward_in_parts: Callable) -> tuple[float, int, int]:
+    """Return a rank's gradient in units of the right one (or -1), and its all-reduces.
+
+    And the most images that were forward and not yet backward; each of 3 parts has 2.
+    """
     import torch
     from torch.nn import functional as F
     from torch.nn.parallel import DistributedDataParallel as DDP
@@ -115,13 +124,21 @@ def _accumulate(backward_in_parts: Callable) -> tuple[float, int]:
     x, y = torch.randn(12, 6), torch.randint(0, 4, (12,))
     plain = torch.nn.Linear(6, 4)
     right = torch.autograd.grad(F.cross_entropy(plain(x), y), plain.weight)[0]
+    held = [0]  # images after each forward pass
+
+    def hold(module, args, output):
+        if output.requires_grad:
+            held.append(held[-1] + len(output))
+            output.register_hook(lambda gradient: held.append(0))
+
+    plain.register_forward_hook(hold)
     model = DDP(plain)
     mine = list(zip(x[rank::2].chunk(3), y[rank::2].chunk(3)))
     with count_comms() as comms:
         backward_in_parts(model, mine)
     ratio = (plain.weight.grad.norm() / right.norm()).item()
     along = torch.allclose(plain.weight.grad, ratio * right, rtol=1e-4, atol=1e-6)
-    return (ratio if along else -1.0), comms.calls["allreduce"]
+    return (ratio if along else -1.0), comms.calls["allreduce"], max(held)
 
 
 def _resumes_undisturbed(save: Callable) -> bool | str:
