@@ -3,8 +3,8 @@
 import pytest
 
 from tests import sharding
-from tests.simulate import fsdp2_step
 from utils import memory
+from utils.checks.sharding import simulate
 from utils.models import GPT, GPTConfig
 
 pytestmark = pytest.mark.part03
@@ -15,9 +15,15 @@ pytestmark = pytest.mark.part03
 def test_fsdp2_on_simulated_ranks_follows_the_formulas(world_size, keep):
     config = GPTConfig(layers=2)
     parameters = sum(p.numel() for p in GPT(config).parameters())
-    state, counted = fsdp2_step(config, world_size, keep)
-    for measured, predicted in zip(state, memory.predict(parameters, world_size, 3)):
+
+    def wrap(model, mesh):
+        return sharding.shard(model, keep, mesh=mesh)
+
+    step = simulate(wrap, config, world_size)
+    for measured, predicted in zip(
+        step.state, memory.predict(parameters, world_size, 3)
+    ):
         assert measured == pytest.approx(predicted, rel=0.02)
     strategy = "fsdp2-keep" if keep else "fsdp2"
     predicted = sharding.predict_sent(strategy, world_size, config)
-    assert counted.sent(world_size) == pytest.approx(predicted, rel=0.01)
+    assert step.comms.sent(world_size) == pytest.approx(predicted, rel=0.01)

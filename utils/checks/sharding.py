@@ -1,6 +1,7 @@
-"""What a wrap with `fully_shard` does, simulated or run: for the exercises of part 03."""
+"""Simulate what a wrap with `fully_shard` holds and sends, on more ranks than are here."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -11,31 +12,42 @@ from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from utils import comms, memory
-from utils.models import GPT, SMOKE
+from utils.models import GPT, SMOKE, GPTConfig
 
 Wrap = Callable[[GPT, dist.DeviceMesh], object]
 WORLD_SIZE = 8
 
 
 class Step(NamedTuple):
-    """Of rank 0 of eight: bytes of state, bytes that a step adds at most, collectives."""
+    """Of rank 0: bytes of state, bytes that a step adds at most, what it sends."""
 
     state: memory.State
     added: int
-    calls: dict[str, int]
+    comms: comms.Comms
 
 
-def simulate(wrap: Wrap) -> Step:
-    """The second of two training steps of the small GPT, sharded by `wrap(model, mesh)`.
-
-    Nothing is sent or computed. Whatever `wrap` raises is raised.
-    """
+@contextlib.contextmanager
+def fake_ranks(world_size: int) -> Iterator[dist.DeviceMesh]:
+    """Make this process rank 0 of a group in which nothing is sent; yield its mesh."""
     store = FakeStore()
-    dist.init_process_group("fake", rank=0, world_size=WORLD_SIZE, store=store)
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=store)
     try:
-        mesh = dist.init_device_mesh("cpu", (WORLD_SIZE,))
-        with FakeTensorMode(), memory.count_memory() as counter:
-            model = GPT(SMOKE)
+        yield dist.init_device_mesh("cpu", (world_size,))
+    finally:
+        dist.destroy_process_group()
+
+
+def simulate(
+    wrap: Wrap, config: GPTConfig = SMOKE, world_size: int = WORLD_SIZE
+) -> Step:
+    """Measure the second of two training steps of a GPT that `wrap(model, mesh)` shards.
+
+    Nothing is sent, computed or allocated. `wrap` shards the model in place. Whatever it
+    raises is raised.
+    """
+    with fake_ranks(world_size) as mesh, FakeTensorMode():
+        with memory.count_memory() as counter:
+            model = GPT(config)
             wrap(model, mesh)
             optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
             tokens = torch.zeros(1, 8, dtype=torch.long)  # few: weights are the peak
@@ -47,13 +59,11 @@ def simulate(wrap: Wrap) -> Step:
                     F.cross_entropy(logits, tokens.flatten()).backward()
                 optimizer.step()
                 state = memory.state_bytes(model, optimizer)
-            return Step(state, counter.peak - at_start, dict(counted.calls))
-    finally:
-        dist.destroy_process_group()
+            return Step(state, counter.peak - at_start, counted)
 
 
 def holds_its_share(step: Step) -> bool:
-    """Whether no rank holds more than 16 bytes / N per parameter, and some padding."""
+    """Return whether a rank holds at most 16 bytes / N per parameter, and some padding."""
     with torch.device("meta"):
         parameters = sum(p.numel() for p in GPT(SMOKE).parameters())
     formula = memory.predict(parameters, WORLD_SIZE, stage=3)
@@ -61,13 +71,13 @@ def holds_its_share(step: Step) -> bool:
 
 
 def wrap_more(model: GPT, mesh: dist.DeviceMesh) -> None:
-    """The wrap of 03/01: blocks, embedding and output layer are groups of their own."""
+    """Shard as 03/01: blocks, embedding and output layer are groups of their own."""
     for module in (model.tokens, *model.blocks, model.head, model):
         fully_shard(module, mesh=mesh)
 
 
 def lowers_the_peak(wrap: Wrap) -> bool | str:
-    """Whether a step adds at least a fifth less than with `wrap_more`."""
+    """Check that a step adds at least a fifth less than with `wrap_more`."""
     step = simulate(wrap)
     if not holds_its_share(step):
         return "A rank holds more than its share of the state."
@@ -76,16 +86,13 @@ def lowers_the_peak(wrap: Wrap) -> bool | str:
 
 
 def tells_shards_from_copies(is_sharded: Callable) -> bool | str:
-    """Whether `is_sharded(model, optimizer, world_size)` knows FSDP2 from what is whole.
+    """Check that `is_sharded(model, optimizer, world_size)` knows FSDP2 from what is whole.
 
     Three models, each after a backward pass and a step: FSDP2's, a plain one, and one that
     shares out the optimizer's state only.
     """
-    store = FakeStore()
-    dist.init_process_group("fake", rank=0, world_size=WORLD_SIZE, store=store)
-    try:
-        mesh = dist.init_device_mesh("cpu", (WORLD_SIZE,))
-        found = []
+    found = []
+    with fake_ranks(WORLD_SIZE) as mesh:
         for is_wrapped, updated in ((True, ""), (False, ""), (False, "head")):
             model = GPT(SMOKE)
             if is_wrapped:
@@ -94,8 +101,6 @@ def tells_shards_from_copies(is_sharded: Callable) -> bool | str:
             model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
             optimizer.step()
             found.append(bool(is_sharded(model, optimizer, WORLD_SIZE)))
-    finally:
-        dist.destroy_process_group()
     if not found[0]:
         return "It says of a model that FSDP2 has sharded that it is not."
     if found[1]:

@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests import scripts, sharding, simulate
+from tests import scripts, sharding
 from tests.tools.benchmarks.ratios import (
     MET,
     MISSED,
@@ -20,6 +20,7 @@ from tests.tools.benchmarks.ratios import (
     ratio,
 )
 from tests.tools.benchmarks.rows import Row
+from utils.checks.sharding import simulate
 from utils.datasets import digits, text
 from utils.launch import run_ranks
 from utils.models import GPT, GPT2_124M, GPTConfig, resnet18
@@ -230,9 +231,13 @@ def growth() -> list[Row]:
     """How bytes grow with workers (simulated), and seconds with parameters and rows."""
     workers = (2, 4, 8)
     all_ranks = []
+
+    def wrap(model, mesh):
+        return sharding.shard(model, mesh=mesh)
+
     for n in workers:
-        comms = simulate.fsdp2_step(sharding.CONFIG, n, keep=False)[1]
-        all_ranks.append(n * comms.sent(n))
+        step = simulate(wrap, sharding.CONFIG, n)
+        all_ranks.append(n * step.comms.sent(n))
     by_workers = exponent([n - 1 for n in workers], all_ranks)
 
     widths, rows = (128, 256, 512), (8, 32, 128)
