@@ -6,11 +6,8 @@ Every run here ends with the weights of a run without Ray in which nothing happe
 """
 
 import contextlib
-import json
-import os
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -24,6 +21,8 @@ import torch
 from ray.cluster_utils import Cluster
 from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
+
+from utils.events import note, noted, wait_for, when
 
 pytestmark = [pytest.mark.part02, pytest.mark.slow]
 
@@ -59,16 +58,8 @@ def undisturbed():
 
 
 def train_fn(config):
-    """Logs each start and epoch; the first attempt waits in epoch `wait_in` for a file."""
+    """Note each start and epoch; the first attempt waits in epoch `wait_in` for a file."""
     import tempfile
-
-    def log(**entry):
-        with open(config["log"], "a") as file:
-            entry |= {
-                "pid": os.getpid(),
-                "node": ray.get_runtime_context().get_node_id(),
-            }
-            file.write(json.dumps(entry) + "\n")
 
     model, optimizer = build()
     first_epoch = 0
@@ -79,12 +70,13 @@ def train_fn(config):
         optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["random"])
         first_epoch = state["epoch"] + 1
-    log(start=first_epoch)
+    node = ray.get_runtime_context().get_node_id()
+    note(config["log"], "start", epoch=first_epoch, node=node)
     for epoch in range(first_epoch, EPOCHS):
         one_epoch(model, optimizer, epoch)
         if epoch == config["wait_in"] and first_epoch < epoch:
             ray.train.get_all_reported_checkpoints()  # waits until they count
-            log(waits=epoch)
+            note(config["log"], "waits", node=node)
             while not Path(config["log"] + ".go").exists():
                 time.sleep(0.05)
         with tempfile.TemporaryDirectory() as folder:
@@ -93,7 +85,7 @@ def train_fn(config):
             torch.save(state, Path(folder, "checkpoint.pt"))
             checkpoint = Checkpoint.from_directory(folder)
             ray.train.report({"epoch": epoch}, checkpoint=checkpoint)
-        log(saved=epoch)
+        note(config["log"], "saved", epoch=epoch)
     return weights(model)
 
 
@@ -110,24 +102,6 @@ def fit(folder, log, wait_in=None, max_failures=0, resources=None):
         ),
     )
     return trainer.fit().return_value
-
-
-def entries(log, key):
-    *lines, _ = log.read_text().split("\n") if log.exists() else [""]  # _: incomplete
-    return [entry for line in lines if key in (entry := json.loads(line))]
-
-
-def when(log, key, act):
-    """Do `act(entry)` in a thread as soon as an entry with `key` is in the log."""
-
-    def watch():
-        while not (found := entries(log, key)):
-            time.sleep(0.05)
-        done.append(act(found[0]))
-
-    done = []
-    threading.Thread(target=watch, daemon=True).start()
-    return done
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -151,11 +125,7 @@ def kill_driver(log, folder):
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    deadline = time.time() + 120
-    while not entries(log, "waits"):
-        assert driver.poll() is None, "the driver ended by itself"
-        assert time.time() < deadline
-        time.sleep(0.1)
+    wait_for(log, "waits", unless=lambda: driver.poll() is not None)
     its_ray = psutil.Process(driver.pid).children(recursive=True)
     driver.kill()
     driver.wait(timeout=30)
@@ -181,10 +151,10 @@ def test_sigkill_of_driver_and_controller(tmp_path):
     killed = when(logs[1], "waits", kill_controller)
     with pytest.raises(ray.exceptions.RayActorError):
         fit(tmp_path, logs[1], wait_in=2)
-    assert len(killed) == 1
+    killed.result(timeout=60)
 
     result = fit(tmp_path, logs[2])
-    starts = [[entry["start"] for entry in entries(log, "start")] for log in logs]
+    starts = [[entry["epoch"] for entry in noted(log, "start")] for log in logs]
     assert starts == [[0], [1], [2]]
     assert np.array_equal(result, undisturbed())
 
@@ -210,18 +180,18 @@ def test_storage_that_fills_up_and_turns_read_only(small_disk, tmp_path):
     filled = when(logs[0], "waits", fill)
     with pytest.raises(ray.train.TrainingFailedError):
         fit(small_disk, logs[0], wait_in=1)
-    assert len(filled) == 1
-    assert [entry["saved"] for entry in entries(logs[0], "saved")] == [0]
+    filled.result(timeout=60)
+    assert [entry["epoch"] for entry in noted(logs[0], "saved")] == [0]
     filler.unlink()
 
     protected = when(logs[1], "waits", protect)
     with pytest.raises(ray.train.TrainingFailedError):
         fit(small_disk, logs[1], wait_in=2)
-    assert len(protected) == 1
+    protected.result(timeout=60)
     remount("rw")
 
     assert np.array_equal(fit(small_disk, logs[2]), undisturbed())
-    starts = [[entry["start"] for entry in entries(log, "start")] for log in logs]
+    starts = [[entry["epoch"] for entry in noted(log, "start")] for log in logs]
     assert starts == [[0], [1], [2]]
 
 
@@ -249,8 +219,8 @@ def test_sigkill_of_a_node(tmp_path, monkeypatch):
     finally:
         ray.shutdown()
         cluster.shutdown()
-    assert len(killed) == 1
-    starts = entries(log, "start")
-    assert [entry["start"] for entry in starts] == [0, 2]
+    killed.result(timeout=60)
+    starts = noted(log, "start")
+    assert [entry["epoch"] for entry in starts] == [0, 2]
     assert starts[0]["node"] != starts[1]["node"]
     assert np.array_equal(result, undisturbed())

@@ -11,7 +11,6 @@ from utils.models import (
     SMOKE,
     GPTConfig,
     fill_by_name,
-    generate,
     resnet18,
 )
 
@@ -114,15 +113,6 @@ def test_filled_by_name_the_weights_are_as_init_weights_draws_them():
     again = GPT(SMOKE)
     fill_by_name(again)
     assert torch.equal(again.blocks[1].up.weight, second)
-
-
-def test_generate_continues_with_the_most_likely_token():
-    torch.manual_seed(0)
-    model = GPT(SMOKE)
-    start = torch.randint(0, 256, (1, 70))  # longer than the block size
-    tokens = generate(model, start, 3)
-    assert tokens.shape == (1, 73)
-    assert tokens[0, -1] == model(tokens[:, -65:-1])[0, -1].argmax()
 
 
 def test_a_gpt_says_what_is_wrong():

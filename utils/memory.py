@@ -31,9 +31,6 @@ MIXED = State(2, 2, 12)
 # FSDP2's mixed precision stores everything in fp32 and only computes in 16 bit: FP32.
 # DeepSpeed keeps a master copy also where parameters are fp32 already: 20.
 DEEPSPEED_FP32 = State(4, 4, 12)
-# DeepSpeed's estimator for stage 3 counts 18, as if gradients were kept in fp32. (Its
-# estimator for stage 2 counts 2 on every rank, and 18 divided by the number of ranks.)
-DEEPSPEED_ESTIMATE = State(2, 4, 12)
 # The ZeRO stage from which on each part is divided by the number of ranks.
 SHARDED_FROM = State(parameters=3, gradients=2, optimizer=1)
 

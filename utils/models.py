@@ -174,12 +174,3 @@ def start_values(name: str, shape: torch.Size) -> torch.Tensor:
         return torch.ones(shape)
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return torch.empty(shape).normal_(std=0.02, generator=generator)
-
-
-@torch.no_grad()
-def generate(model: nn.Module, tokens: torch.Tensor, steps: int) -> torch.Tensor:
-    """`tokens`, shape [batch, time], and `steps` more, each the most likely one."""
-    for _ in range(steps):
-        logits = model(tokens[:, -model.config.block_size :])[:, -1]
-        tokens = torch.cat([tokens, logits.argmax(dim=-1, keepdim=True)], dim=1)
-    return tokens

@@ -103,7 +103,6 @@ def bars(
     title: str,
     xlabel: str,
     reference: tuple[str, float] | None = None,
-    number_format: str = "{:.3g}",
 ) -> None:
     """Horizontal bars with their values; `reference` is a labelled vertical line."""
     with plt.rc_context(_STYLE):
@@ -111,9 +110,7 @@ def bars(
         _, ax = plt.subplots(figsize=(7, height), layout="constrained")
         colors = [color_of(name) for name in values]
         drawn = ax.barh(list(values), list(values.values()), color=colors, height=0.6)
-        ax.bar_label(
-            drawn, [number_format.format(v) for v in values.values()], padding=3
-        )
+        ax.bar_label(drawn, [f"{value:.3g}" for value in values.values()], padding=3)
         ax.margins(x=0.12)
         ax.invert_yaxis()
         if reference:
