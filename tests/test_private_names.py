@@ -45,15 +45,11 @@ USED = [
     ),  # its JSON is described
     ("torch: TORCH_DISABLE_SHARE_RDZV_TCP_STORE", f"{P01}/03_*.ipynb"),
     ("torch: .metadata", f"{P03}/train_fsdp2.py"),  # a checkpoint's last file
-    (
-        "torch: inline_container.cc",
-        "utils/settings.py",
-    ),  # of torch.save, on a full disk
+    # of torch.save, on a full disk
+    ("torch: inline_container.cc", "utils/checkpoint_files.py"),
     ("torch: Gloo connectFullMesh failed", "utils/failures.py"),
     ("ray._private.internal_api.get_memory_info_reply", "utils/ray_memory.py"),
     ("ray._private.internal_api.get_state_from_address", "utils/ray_memory.py"),
-    ("ray._private.node.Node.get_logs_dir_path", "utils/cluster.py"),
-    ("ray._private.node.Node.kill_all_processes", "utils/cluster.py"),
     ("ray._private.ray_constants.ENABLE_RAY_CLUSTER", "utils/cluster.py"),
     ("ray._private.ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR", "utils/cluster.py"),
     (
