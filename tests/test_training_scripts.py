@@ -398,9 +398,9 @@ def test_a_checkpoint_is_loaded_to_the_cpu(path, tmp_path, monkeypatch):
     torch.save(state | {"epoch": 0}, tmp_path / "checkpoint.pt")
     loaded_to, load = [], torch.load
 
-    def watched(*args, map_location=None, **options):
+    def watched(file, map_location=None, **options):
         loaded_to.append(str(map_location))
-        return load(*args, map_location=map_location, **options)
+        return load(file, map_location, **options)
 
     monkeypatch.setattr(torch, "load", watched)
     monkeypatch.setattr(script.dist, "broadcast_object_list", lambda found: None)
