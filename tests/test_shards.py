@@ -137,7 +137,8 @@ def test_a_disk_that_fills_up_leaves_no_half_file(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("utils.datasets.shards.encode_png", full)
-    with pytest.raises(OSError, match="No space left"):
+    says = r"shard-00000\.parquet cannot be written \(No space left"
+    with pytest.raises(BadInput, match=says):
         list(write_shards(tmp_path, SIZE_GB, **SMALL))
     assert list(tmp_path.iterdir()) == []
 

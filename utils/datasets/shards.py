@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 import torch
 from torch.nn import functional as F
 
+from utils.checkpoint_files import explain_writing
 from utils.datasets.shipped import digits
 from utils.errors import BadInput
 from utils.settings import storage_path
@@ -61,10 +62,10 @@ def write_shards(
     dataset begins with the files of a smaller one, and no more than `BATCH` images are
     in memory. A file appears under its name once it is whole.
 
-    Raises (all before anything is written):
+    Raises (but for the last, before anything is written):
         BadInput: a number is not positive, or `folder` holds files that were not
             written with these arguments, or not whole; or the disk has no room for
-            `size_gb`, or `folder` cannot be written to.
+            `size_gb`, or `folder` cannot be written to; or the disk fills up meanwhile.
     """
     arguments = {"size_gb": size_gb, "image_size": image_size, "rows": rows_per_shard}
     wrong = [f"{name} is {value}" for name, value in arguments.items() if value <= 0]
@@ -86,11 +87,11 @@ def _write(folder, size_gb, image_size, rows_per_shard, kind, images, labels):
         if not path.exists():
             # A name of its own: another run may be writing the same file.
             temporary = path.with_suffix(f".{uuid.uuid4().hex}.tmp")
+            shard = number, image_size, rows_per_shard, kind, images, labels
             try:
-                _write_shard(
-                    temporary, number, image_size, rows_per_shard, kind, images, labels
-                )
-                temporary.replace(path)
+                with explain_writing(path):  # the disk may fill up meanwhile
+                    _write_shard(temporary, *shard)
+                    temporary.replace(path)
             finally:
                 temporary.unlink(missing_ok=True)
         written += path.stat().st_size
