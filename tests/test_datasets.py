@@ -301,6 +301,15 @@ def test_data_in_a_folder_that_is_read_only(small_disk, monkeypatch):
         downloaded._from_torchvision(FakeElsewhere, "train")
 
 
+def test_a_file_system_that_locks_no_file_is_not_called_damaged(monkeypatch):
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    with pytest.raises(BadInput, match=r"locks no file \(No locks available\): set"):
+        downloaded._from_torchvision(Fake, "train")
+
+
 class FakeElsewhere(Fake):
     """One that is not there yet."""
 

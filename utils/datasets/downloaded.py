@@ -50,12 +50,15 @@ def _from_torchvision(dataset_class: type, split: str) -> Dataset:
             root, train=split == "train", transform=ToTensor(), download=download
         )
 
-    with contextlib.suppress(Exception):  # not there, damaged, or still being written
+    # not there, damaged, or still being written: torchvision checks sizes or checksums
+    with contextlib.suppress(Exception):
         return open_dataset(download=False)
     try:
         root.mkdir(parents=True, exist_ok=True)
         # Whoever comes first downloads, on every node that has a folder of its own. The
-        # others wait, and find it there.
+        # others wait, and find it there. The kernel's lock (flock) ends with its process,
+        # and on NFS holds between machines, too (flock(2)); on a file system without it,
+        # filelock takes a file whose existence is the lock.
         with FileLock(root / f".{folder.name}.lock"):
             return open_dataset(download=True)
     except Exception as error:  # a damaged file may raise anything
@@ -63,6 +66,7 @@ def _from_torchvision(dataset_class: type, split: str) -> Dataset:
 
 
 _NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+_NOT_LOCKED = (errno.ENOLCK, errno.EOPNOTSUPP)  # of NFS without its lock service
 # What torchvision says in a RuntimeError when no mirror gave it the file.
 _NOT_DOWNLOADED = ("Error downloading", "File not found or corrupted")
 
@@ -75,6 +79,11 @@ def _what_to_mend(error: Exception, folder: Path) -> str:
         return (
             f"{folder.name} cannot be written to {folder.parent} ({error.strerror}): set "
             f"WORKSHOP_STORAGE to a folder with room that you can write to, {digits}."
+        )
+    if isinstance(error, OSError) and error.errno in _NOT_LOCKED:
+        return (
+            f"{folder.parent} is on a file system that locks no file ({error.strerror}): "
+            f"set WORKSHOP_STORAGE to a folder on another one, {digits}."
         )
     from_network = (urllib.error.URLError, http.client.HTTPException)
     from_network += (ConnectionError, TimeoutError)
