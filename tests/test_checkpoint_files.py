@@ -83,6 +83,19 @@ def test_killed_saves_leave_one_file_which_the_next_save_replaces(tmp_path):
     assert path.read_bytes() == b"second"
 
 
+def test_a_save_that_hangs_does_not_write_into_the_next_one(tmp_path):
+    """An old rank 0 that nobody reaches fails, while the new one has saved."""
+    path = tmp_path / "checkpoint.pt"
+    with suppress(FileNotFoundError), checkpoint_files.write_whole(path) as old:
+        old.write(b"old")
+        old.flush()
+        with checkpoint_files.write_whole(path) as new:
+            new.write(b"new")
+        old.write(b" and longer")
+    assert path.read_bytes() == b"new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
 @pytest.mark.parametrize(
     "code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES]
 )

@@ -55,11 +55,14 @@ def write_whole(path: Path) -> Iterator[BinaryIO]:
     Raises:
         BadInput: the disk is full or cannot be written to; says so, and what to do.
     """
-    # one name for all: the next save overwrites what a killed one has left
+    # one name for all: the next save replaces what a killed one has left
     temporary = path.with_name(f".{path.name}.tmp")
     with explain_writing(path):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.unlink(
+                missing_ok=True
+            )  # not written into: one may still be at it
             with temporary.open("wb") as file:
                 yield file
                 file.flush()
