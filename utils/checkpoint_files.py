@@ -41,7 +41,7 @@ def check_writable(folder: Path, mend: str = "name another") -> None:
     except OSError as error:
         raise BadInput(
             f"The folder {folder} cannot be written to ({error.strerror}): {mend}."
-        ) from None
+        ) from error
 
 
 @contextlib.contextmanager

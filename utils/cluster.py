@@ -253,11 +253,11 @@ def _connect(num_cpus: int, address: str | None, options: dict) -> str:
         if address == "local" or not about_address:
             raise
         if "InvalidAuthToken" in str(error.__cause__):
-            raise _refused(address) from None
+            raise _refused(address) from error
         raise BadInput(
             f"No Ray cluster answers at RAY_ADDRESS={address}: start it, correct the "
             "address, or unset RAY_ADDRESS to start Ray on this machine."
-        ) from None
+        ) from error
     preflight.own_ray = address == "local"
     _set(API_SERVER, context.dashboard_url and f"http://{context.dashboard_url}")
     logging.getLogger("ray.train").setLevel(logging.WARNING)

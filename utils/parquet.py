@@ -100,7 +100,7 @@ def find_parquet(path: str) -> tuple[fs.FileSystem, list[str]]:
         raise BadInput(
             f"The data at {path} cannot be read ({str(error).splitlines()[0]}): correct "
             "--data-path, or your access to it."
-        ) from None
+        ) from error
     files = sorted(i.path for i in infos if i.is_file and i.extension == "parquet")
     if not files:
         raise BadInput(f"There is no .parquet file in {path}: correct --data-path.")
@@ -140,13 +140,13 @@ def check_parquet(
             if getattr(error, "errno", None) or any(s in reason for s in _OF_A_STORE):
                 raise BadInput(
                     f"{file} cannot be read ({reason}): correct your access to it."
-                ) from None
+                ) from error
             if skip_corrupt:
                 return None
             raise BadInput(
                 f"{file} is not a whole Parquet file ({reason}): replace it, or leave "
                 "such files out with --on-corrupt skip."
-            ) from None
+            ) from error
 
     with ThreadPoolExecutor(16) as pool:
         footers = dict(zip(files, pool.map(read, files)))

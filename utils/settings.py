@@ -90,7 +90,7 @@ def storage_path() -> Path:
         try:
             path = local_path(chosen)
         except argparse.ArgumentTypeError as error:
-            raise BadInput(f"WORKSHOP_STORAGE: {error}") from None
+            raise BadInput(f"WORKSHOP_STORAGE: {error}") from error
     elif shared.is_dir():
         path = shared / "distributed-pytorch"
     else:

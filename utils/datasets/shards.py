@@ -163,10 +163,10 @@ def _shards_there(folder: Path, kind: bytes) -> list[Path]:
     for path in there:
         try:
             metadata = pq.read_schema(path).metadata or {}
-        except pa.ArrowInvalid:
+        except pa.ArrowInvalid as error:
             raise BadInput(
                 f"{path} is not a whole Parquet file: delete it, or name another folder."
-            ) from None
+            ) from error
         if metadata.get(b"shards") != kind:
             raise BadInput(
                 f"{folder} holds {path.name}, which was not written with these arguments: "
@@ -191,7 +191,7 @@ def _check_disk(folder: Path, size_gb: float) -> None:
         raise BadInput(
             f"Shards cannot be written to {folder} ({error.strerror}): name a folder "
             "that you can write to."
-        ) from None
+        ) from error
     if size_gb > 0.95 * free:
         raise BadInput(
             f"{size_gb:.3g} GB more do not fit the disk of {folder}, which has "

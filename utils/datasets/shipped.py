@@ -70,7 +70,7 @@ def text(
         except OSError as error:
             raise BadInput(
                 f"The text {path} cannot be read ({error.strerror}): name a text file."
-            ) from None
+            ) from error
     boundary = len(raw) - len(raw) // 10
     raw = raw[:boundary] if split == "train" else raw[boundary:]
     blocks = (len(raw) - 1) // block_size
@@ -98,7 +98,7 @@ def _read_verified(path: Path, sha256: str) -> bytes:
         raise BadInput(
             f"The dataset file {path} cannot be read ({error.strerror}): restore it with "
             f"`git checkout -- utils/data`."
-        ) from None
+        ) from error
     if hashlib.sha256(data).hexdigest() != sha256:
         raise BadInput(
             f"The dataset file {path} is damaged (its checksum is wrong): restore it "
