@@ -73,8 +73,8 @@ def test_killed_saves_leave_one_file_which_the_next_save_replaces(tmp_path):
     for _ in range(2):
         killed = subprocess.run([sys.executable, "-c", KILLED, path], timeout=60)
         assert killed.returncode == -signal.SIGKILL
-    left = tmp_path / ".checkpoint.pt.tmp"
-    assert sorted(tmp_path.iterdir()) == [left, path]
+    left, there = sorted(tmp_path.iterdir())
+    assert there == path and left.name.startswith(".checkpoint.pt.")
     assert left.stat().st_size == 1000
     assert path.read_bytes() == b"first"
     with checkpoint_files.write_whole(path) as file:
@@ -93,6 +93,22 @@ def test_a_save_that_hangs_does_not_write_into_the_next_one(tmp_path):
             new.write(b"new")
         old.write(b" and longer")
     assert path.read_bytes() == b"new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_save_that_hangs_does_not_name_what_the_next_one_has_half_written(tmp_path):
+    path = tmp_path / "checkpoint.pt"
+    path.write_bytes(b"first")
+    old = checkpoint_files.write_whole(path)
+    old.__enter__().write(b"old")
+    with checkpoint_files.write_whole(path) as new:
+        new.write(b"new, ")
+        new.flush()
+        with pytest.raises(FileNotFoundError):
+            old.__exit__(None, None, None)  # it goes on, and finishes
+        assert path.read_bytes() == b"first"
+        new.write(b"whole")
+    assert path.read_bytes() == b"new, whole"
     assert list(tmp_path.iterdir()) == [path]
 
 

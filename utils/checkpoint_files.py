@@ -5,6 +5,7 @@ import errno
 import os
 import pickle
 import re
+import secrets
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,14 +56,14 @@ def write_whole(path: Path) -> Iterator[BinaryIO]:
     Raises:
         BadInput: the disk is full or cannot be written to; says so, and what to do.
     """
-    # one name for all: the next save replaces what a killed one has left
-    temporary = path.with_name(f".{path.name}.tmp")
+    # a name of its own: a save that hangs must not give its name to what this one writes
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     with explain_writing(path):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.unlink(
-                missing_ok=True
-            )  # not written into: one may still be at it
+            for left in path.parent.iterdir():  # by saves that were killed, or hang
+                if left.name.startswith(f".{path.name}.") and left.suffix == ".tmp":
+                    left.unlink(missing_ok=True)
             with temporary.open("wb") as file:
                 yield file
                 file.flush()
