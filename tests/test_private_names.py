@@ -22,7 +22,7 @@ ENGINE = "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine"
 # of Ray's core without its RAY_), a file that it writes, a message or a process's title.
 USED = [
     ("torch._C._distributed_c10d._dump_fr_trace_json", f"{P01}/03_*.ipynb"),
-    ("torch._subclasses.fake_tensor.FakeTensorMode", "tests/simulate.py"),
+    ("torch._subclasses.fake_tensor.FakeTensorMode", "utils/checks/sharding.py"),
     ("torch.distributed.ProcessGroup.unbox", "utils/comms.py"),
     ("torch.distributed._functional_collectives.all_reduce", "tests/test_comms.py"),
     (
@@ -30,7 +30,10 @@ USED = [
         "tests/test_comms.py",
     ),
     ("torch.distributed.distributed_c10d._resolve_process_group", "utils/comms.py"),
-    ("torch.testing._internal.distributed.fake_pg.FakeStore", "tests/simulate.py"),
+    (
+        "torch.testing._internal.distributed.fake_pg.FakeStore",
+        "utils/checks/sharding.py",
+    ),
     (
         "torch.ScriptObject",
         "utils/comms.py",
