@@ -21,6 +21,7 @@ port=${MASTER_PORT:-29500}
 torchrun=${TORCHRUN:-torchrun}
 nodes=${#hosts[@]}
 master=${hosts[0]:-127.0.0.1}
+master=${master#*@} # user@host: torchrun wants the host
 if [ "$nodes" -eq 0 ]; then
   nodes=2
   there=$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | paste -sd,) || true
@@ -51,11 +52,11 @@ launch() { # node_rank: become torchrun there, so that a signal to this job reac
 }
 
 arguments=("$@")
-passed_on=(OMP_NUM_THREADS=1) # ssh itself passes no variable on
-for name in GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME WORKSHOP_MODE WORKSHOP_STORAGE; do
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+passed_on=() # ssh itself passes no variable on
+for name in OMP_NUM_THREADS TORCH_DISABLE_SHARE_RDZV_TCP_STORE GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME WORKSHOP_MODE WORKSHOP_STORAGE; do
   [ -z "${!name:-}" ] || passed_on+=("$name=${!name}")
 done
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 pids=()
 for ((node = 0; node < nodes; node++)); do
   launch "$node" &

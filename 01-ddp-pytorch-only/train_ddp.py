@@ -1,83 +1,145 @@
 """Train ResNet-18 on images with DistributedDataParallel, started by torchrun.
 
     torchrun --nproc_per_node=4 train_ddp.py --epochs 3
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # or restarts hang: PyTorch #135712
+    torchrun --nproc_per_node=4 --max-restarts=1 train_ddp.py --checkpoint-dir run
 
-Runs on GPUs where there are any, else on CPUs. With `--checkpoint-dir` and torchrun's
-`--max-restarts=1`, a job whose worker dies goes on from its last epoch (see the README).
+Runs on GPUs if there are any, else on CPUs. With --checkpoint-dir the same command starts
+a run, and goes on with it: after a restart by torchrun, on another number of nodes, and
+when a scheduler starts the job again. SIGTERM stops it after a step, saved.
+
+To take this along, put your own dataset into `load_data`, your model and optimizer into
+`build` and your loss into `train_step`, and copy `stopping`, `runs`, `generators`,
+`checkpoint_files` and `errors` of `utils`, which need nothing else of it. Lines that a
+script for one device lacks end in `# NEW`.
 """
 
 import gc
+import sys
 import time
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, DistributedSampler, Subset
+from torch.utils.data import DataLoader, Subset
 
-from utils import checkpoint_files, command_line, datasets, models, settings
+from utils import (
+    checkpoint_files,
+    command_line,
+    datasets,
+    generators,
+    models,
+    runs,
+    settings,
+    stopping,
+)
 
 
 def set_up():
     """Join the process group; returns the device of this rank."""
     device = settings.set_device()  # this rank's own GPU, or the CPU
     # reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which torchrun has set
-    dist.init_process_group(settings.backend())
+    own_gpu = device if device.type == "cuda" else None
+    dist.init_process_group(settings.backend(), device_id=own_gpu)  # NEW
     return device
 
 
-def load_data(dataset, batch_size):
-    """This rank's share of the training images, in batches, and all test images."""
+def load_data(dataset, batch_size, seed):
+    """Return this rank's share of the training images, in batches, and all test images."""
     train_set = datasets.load(dataset, "train")
-    sampler = DistributedSampler(train_set, shuffle=True)  # deals them out
-    train_loader = DataLoader(train_set, batch_size, sampler=sampler, drop_last=True)
+    sampler = datasets.ResumableSampler(train_set, seed=seed)  # NEW: deals them out
+    train_loader = DataLoader(
+        train_set,
+        batch_size,
+        sampler=sampler,
+        drop_last=True,
+        generator=torch.Generator(),  # a loader draws, too: not from the model's numbers
+        **settings.loader_options(),
+    )
     return train_loader, datasets.load(dataset, "test")
 
 
-def build(in_channels, lr, device):
-    """The model, the same one wrapped with DDP, and its optimizer."""
-    torch.manual_seed(0)
+def build(in_channels, lr, seed, device):
+    """Return the model, the same one wrapped with DDP, and its optimizer."""
+    torch.manual_seed(seed)  # the same weights on every rank
     model = models.resnet18(in_channels=in_channels).to(device)
-    wrapped = DDP(model, gradient_as_bucket_view=True)
+    wrapped = DDP(model, gradient_as_bucket_view=True)  # NEW
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=lr, fused=True)
+    generators.seed_rank(seed)  # NEW: equal seeds would make equal noise on all ranks
     return model, wrapped, optimizer
 
 
 def train(args, device):
-    """Train for some epochs; rank 0 prints, and saves after each."""
+    """Train until all epochs are done, or SIGTERM comes; returns where it stands.
+
+    Rank 0 prints, and saves after each epoch and when it stops.
+    """
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    train_loader, test_set = load_data(args.dataset, args.batch_size)
-    model, wrapped, optimizer = build(test_set[0][0].shape[0], args.lr, device)
+    train_loader, test_set = load_data(args.dataset, args.batch_size, args.seed)
+    in_channels = test_set[0][0].shape[0]
+    model, wrapped, optimizer = build(in_channels, args.lr, args.seed, device)
+    steps_per_epoch = len(train_loader)
+    global_batch = args.batch_size * world_size
     if rank == 0:
-        batch = f"{args.batch_size} each and {args.batch_size * world_size} global"
-        said = f"{world_size} workers on {device.type}, batch {batch}"
-        print(f"{said}, {len(train_loader)} steps per epoch")
-    for epoch in range(load_checkpoint(args.checkpoint, model, optimizer), args.epochs):
+        print(
+            f"{world_size} workers on {device.type}, batch {args.batch_size} each and "
+            f"{global_batch} global, {steps_per_epoch} steps per epoch"
+        )
+    at = load_checkpoint(args, model, optimizer)
+    stop = stopping.Stop()
+    while at["epoch"] < args.epochs:
         start = time.perf_counter()
-        train_loader.sampler.set_epoch(epoch)  # another order in every epoch
-        loss = train_epoch(wrapped, optimizer, train_loader, device)
+        # images are counted, as another number of ranks takes other steps
+        first = min(at["images"] // global_batch, steps_per_epoch - 1)
+        # another order in every epoch
+        train_loader.sampler.set_epoch(at["epoch"], first * args.batch_size)  # NEW
+        loss, steps = train_epoch(
+            wrapped, optimizer, train_loader, device, stop, args.bf16
+        )
+        at["steps"] += steps
+        at["images"] = (first + steps) * global_batch
+        if first + steps < steps_per_epoch:
+            save_checkpoint(args, model, optimizer, at)
+            if rank == 0:
+                print(
+                    f"stopped in epoch {at['epoch'] + 1} after {first + steps} of "
+                    f"{steps_per_epoch} steps: {stopping.what_next(args.checkpoint_dir)}"
+                )
+            break
         accuracy = evaluate(model, test_set, rank, world_size, device)
+        at |= {"epoch": at["epoch"] + 1, "images": 0, "accuracy": accuracy}
+        save_checkpoint(args, model, optimizer, at)
         if rank == 0:
             seconds = time.perf_counter() - start
-            said = f"loss {loss:.3f}, test accuracy {accuracy:.1%}, {seconds:.1f} s"
-            print(f"epoch {epoch + 1}/{args.epochs}: {said}", flush=True)
-        if rank == 0 and args.checkpoint:
-            save_checkpoint(args.checkpoint, model, optimizer, epoch, accuracy)
+            print(
+                f"epoch {at['epoch']}/{args.epochs}: loss {loss:.3f}, "
+                f"test accuracy {accuracy:.1%}, {seconds:.1f} s",
+                flush=True,
+            )
+    return at
 
 
-def train_epoch(model, optimizer, train_loader, device):
-    """One pass over this rank's share of the images; the mean loss of all ranks."""
+def train_epoch(model, optimizer, train_loader, device, stop, bf16=False):
+    """Train on what is left of an epoch; returns the mean loss of all ranks, and steps.
+
+    It ends early where a rank has been asked to stop.
+    """
     losses = []
     for images, labels in train_loader:
-        images, labels = images.to(device), labels.to(device)
-        losses.append(train_step(model, optimizer, images, labels))
+        images = images.to(device, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
+        losses.append(train_step(model, optimizer, images, labels, bf16))
+        if stop.agreed():
+            break
     loss = torch.stack(losses).mean()
-    dist.all_reduce(loss)  # sum over all ranks, which saw different images
-    return loss.item() / dist.get_world_size()
+    dist.all_reduce(loss)  # NEW: sum over all ranks, which saw different images
+    return loss.item() / dist.get_world_size(), len(losses)
 
 
-def train_step(model, optimizer, images, labels):
-    """One step on this rank's share of the batch; returns the loss of that share."""
-    loss = torch.nn.functional.cross_entropy(model(images), labels)
+def train_step(model, optimizer, images, labels, bf16=False):
+    """Take a step on this rank's share of the batch; returns the loss of that share."""
+    with torch.autocast(images.device.type, torch.bfloat16, enabled=bf16):
+        loss = torch.nn.functional.cross_entropy(model(images), labels)
     optimizer.zero_grad()
     loss.backward()  # DDP averages the gradients over all ranks in here
     optimizer.step()
@@ -86,43 +148,60 @@ def train_step(model, optimizer, images, labels):
 
 @torch.no_grad()
 def evaluate(model, test_set, rank, world_size, device):
-    """Accuracy over all test images, each counted once, the same on every rank."""
+    """Return the accuracy over all test images, each counted once, on every rank."""
     model.eval()
     mine = Subset(test_set, range(rank, len(test_set), world_size))  # nothing padded
+    loader = DataLoader(mine, batch_size=256, generator=torch.Generator())
     correct = torch.zeros((), device=device)
-    for images, labels in DataLoader(mine, batch_size=256):
+    for images, labels in loader:
         correct += (model(images.to(device)).argmax(dim=1) == labels.to(device)).sum()
     dist.all_reduce(correct)  # sum over all ranks
     model.train()
     return correct.item() / len(test_set)
 
 
-def save_checkpoint(path, model, optimizer, epoch, accuracy):
-    """Save model, optimizer and epoch, whole or not at all. Call it on rank 0."""
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    with checkpoint_files.write_whole(path) as file:
-        torch.save(state | {"epoch": epoch, "accuracy": accuracy}, file)
+def save_checkpoint(args, model, optimizer, at):
+    """Save on rank 0 what is needed to go on; every rank calls it."""
+    if not args.checkpoint_dir:
+        return
+    state = at | {"run": args.run, "generators": generators.states()}  # of all ranks
+    if dist.get_rank() == 0:  # NEW
+        state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        path = args.checkpoint_dir / f"step-{at['steps']:06d}.pt"
+        with checkpoint_files.write_whole(path) as file:
+            torch.save(state, file)
+        runs.keep_newest(args.checkpoint_dir, args.keep)
 
 
-def load_checkpoint(path, model, optimizer):
-    """Go on from a checkpoint, if rank 0 finds one; returns the epoch to start at."""
-    found = [bool(path and path.exists())]
-    dist.broadcast_object_list(found)  # rank 0 saves: what it finds counts for all
-    if not found[0]:
-        return 0
-    with checkpoint_files.explain_reading(path):  # it may be of another model
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        return state["epoch"] + 1
+def load_checkpoint(args, model, optimizer):
+    """Go on from the newest checkpoint, if rank 0 finds one; returns where it stands."""
+    at = {"epoch": 0, "images": 0, "steps": 0, "accuracy": None}
+    found = [args.checkpoint_dir and runs.newest(args.checkpoint_dir)]
+    dist.broadcast_object_list(found)  # NEW: rank 0 saves: what it finds counts for all
+    path = found[0]
+    if path:
+        with checkpoint_files.explain_reading(path):
+            state = torch.load(path, map_location="cpu", weights_only=True)
+            runs.check_same(path, state["run"], args.run)
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+            generators.restore(state["generators"])
+            at = {name: state[name] for name in at}
+    if dist.get_rank() == 0 and args.checkpoint_dir:
+        part = f", and {at['images']} images more" if at["images"] else ""
+        done = path and f"epoch {at['epoch']}{part}"
+        print(runs.begin(args.checkpoint_dir, done, at["epoch"] >= args.epochs))
+    return at
 
 
 def main():
     args = command_line.parse_images(__doc__)
-    train(args, set_up())
+    at = train(args, set_up())
     # DDP's objects hold on to the process group: free them first, or the exit may abort.
     gc.collect()
-    dist.destroy_process_group()
+    dist.destroy_process_group()  # NEW
+    if at["epoch"] < args.epochs:
+        sys.exit(stopping.EXIT_STATUS)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,15 @@
     python train_ray_ddp_with_ray_data.py --data-size-gb 1 --num-epochs 2 --num-workers 2
     python train_ray_ddp_with_ray_data.py --data-path s3://bucket/folder --num-workers 8
 
+With --checkpoint-dir the same command goes on after the last whole epoch, also when a
+scheduler starts the job again. A stream cannot be joined in its middle: SIGTERM stops
+after a step, and what was trained of the epoch so far is trained again.
+
+To take this along, put your decoding into `read_images`, your model and optimizer into
+`build` and your loss into `train_step`, and copy `stopping`, `runs`, `generators`,
+`checkpoint_files` and `errors` of `utils`, which need nothing else of it. Lines that a
+script for one device lacks end in `# NEW`.
+
 Without --data-path it writes its own data: --data-size-gb GB of augmented digits. The
 dataset may be larger than the memory of the whole cluster: only a few blocks are in
 memory at a time. Tasks on CPUs read and decode while the workers train.
@@ -20,8 +29,18 @@ import torch.distributed as dist
 from ray.train import DataConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer, get_device, prepare_model
 
-from utils import command_line, datasets, failures, models, parquet, preflight
-from utils.checkpoint_files import explain_reading, explain_writing
+from utils import (
+    checkpoint_files,
+    command_line,
+    datasets,
+    failures,
+    generators,
+    models,
+    parquet,
+    preflight,
+    runs,
+    stopping,
+)
 from utils.parquet import COLUMNS, CORRUPT, decode
 
 
@@ -35,66 +54,87 @@ def read_images(system, files, on_corrupt):
         columns=COLUMNS,
         shuffle="files",  # another order of files in every epoch
         include_paths=True,
-        # By default this reader (`utils.processes` chooses it, 02/03 measures it) cuts even
-        # a few files into 200 blocks. With a block per file, and no batch_size below, one
-        # task reads and decodes it. Each block delays an epoch by 2.5 ms: 1000 at most.
+        # A block per file, so that one task reads and decodes it; by default this reader
+        # (not Ray's newest: 02/03 measures both) would cut a few files into 200 blocks.
+        # At most 1000: each block costs an epoch 2.5 ms at its start.
         override_num_blocks=min(len(files), 1000),
     )
     return dataset.map_batches(partial(decode, on_corrupt=on_corrupt))
 
 
-def build(lr):
-    """The model, the same one wrapped with DDP, and its optimizer."""
-    torch.manual_seed(0)
+def build(lr, seed):
+    """Return the model, the same one wrapped with DDP, and its optimizer."""
+    torch.manual_seed(seed)  # the same weights on every rank
     model = models.resnet18()
     options = {"gradient_as_bucket_view": True}
-    wrapped = prepare_model(model, parallel_strategy_kwargs=options)  # moves it, too
+    # moves it to the device, too
+    wrapped = prepare_model(model, parallel_strategy_kwargs=options)  # NEW
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=lr, fused=True)
+    generators.seed_rank(seed)  # NEW: equal seeds would make equal noise on all ranks
     return model, wrapped, optimizer
 
 
 def train_fn(config):
-    """What every worker runs, in a process group that Ray has set up."""
+    """Train on every worker, in a process group that Ray has set up.
+
+    Until all epochs are done, or the driver is told to stop; returns where it stands.
+    """
     train_shard = ray.train.get_dataset_shard("train")  # of the stream, not of a list
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    model, wrapped, optimizer = build(config["lr"])
-    for epoch in range(load_latest(model, optimizer), config["num_epochs"]):
+    model, wrapped, optimizer = build(config["lr"], config["seed"])
+    at = load_latest(model, optimizer, config["run"])
+    stop = stopping.Stop(config["stop_file"])
+    while at["epoch"] < config["num_epochs"]:
         start = time.perf_counter()
-        metrics = train_epoch(wrapped, optimizer, train_shard, config, epoch)
+        metrics = train_epoch(
+            wrapped, optimizer, train_shard, config, at["epoch"], stop
+        )
+        if stop.asked:
+            return at | {"trained_again": metrics["rows"]}
         rows_per_s = metrics["rows"] / (time.perf_counter() - start)
+        at |= {"epoch": at["epoch"] + 1, "accuracy": None}
         if config["has_test_set"]:
             test_shard = ray.train.get_dataset_shard("test")
-            metrics["accuracy"] = evaluate(model, test_shard, rank, world_size)
+            at["accuracy"] = evaluate(model, test_shard, rank, world_size)
+            metrics["accuracy"] = at["accuracy"]
         if rank == 0:
             said = ", ".join(f"{name} {value:.5g}" for name, value in metrics.items())
-            print(f"epoch {epoch + 1}: {said}, {rows_per_s:.0f} rows per second")
-        report(model, optimizer, {"epoch": epoch} | metrics)
+            print(f"epoch {at['epoch']}: {said}, {rows_per_s:.0f} rows per second")
+        report(model, optimizer, at | metrics, config["run"])
+    return at
 
 
-def train_epoch(model, optimizer, train_shard, config, epoch):
-    """One pass over the rows of this rank's shard; the sums and means of all ranks."""
-    losses, counts = [], torch.zeros(3, device=get_device())  # loss, rows, corrupt
+def train_epoch(model, optimizer, train_shard, config, epoch, stop):
+    """Pass over the rows of this rank's shard; returns sums and means of all ranks.
+
+    It ends early where a rank has been asked to stop.
+    """
+    losses = []
+    counts = torch.zeros(3, device=get_device())  # loss, rows, corrupt
     for batch in train_shard.iter_torch_batches(
         batch_size=config["batch_size"],
         local_shuffle_buffer_size=4 * config["batch_size"],  # at least 2 of them
-        local_shuffle_seed=epoch,
+        local_shuffle_seed=config["seed"] + epoch,
         drop_last=True,  # so that all ranks take the same number of steps
         prefetch_batches=2,
     ):
         images, labels = batch["image"], batch["label"]  # on this worker's device
-        losses.append(train_step(model, optimizer, images, labels))
+        losses.append(train_step(model, optimizer, images, labels, config["bf16"]))
         counts[1] += len(labels)
         counts[2] += (labels == CORRUPT).sum()
+        if stop.agreed():
+            break
     counts[0] = torch.stack(losses).nanmean()  # nan: no image of a batch was whole
-    dist.all_reduce(counts)  # sum over all ranks, which saw different images
+    dist.all_reduce(counts)  # NEW: sum over all ranks, which saw different images
     loss, rows, corrupt = counts.tolist()
     metrics = {"loss": loss / dist.get_world_size(), "steps": len(losses)}
     return metrics | {"rows": int(rows), "corrupt": int(corrupt)}
 
 
-def train_step(model, optimizer, images, labels):
-    """One step on this rank's share of the batch; returns the loss of that share."""
-    loss = torch.nn.functional.cross_entropy(model(images), labels)
+def train_step(model, optimizer, images, labels, bf16=False):
+    """Take a step on this rank's share of the batch; returns the loss of that share."""
+    with torch.autocast(images.device.type, torch.bfloat16, enabled=bf16):
+        loss = torch.nn.functional.cross_entropy(model(images), labels)
     optimizer.zero_grad()
     loss.backward()  # DDP averages the gradients over all ranks in here
     optimizer.step()
@@ -103,7 +143,7 @@ def train_step(model, optimizer, images, labels):
 
 @torch.no_grad()
 def evaluate(model, test_shard, rank, world_size):
-    """Accuracy over all test images, each counted once, the same on every rank."""
+    """Return the accuracy over all test images, each counted once, on every rank."""
     # not split, as equal splits would drop rows: each rank streams all, and computes some
     model.eval()
     device = next(model.parameters()).device
@@ -117,33 +157,42 @@ def evaluate(model, test_shard, rank, world_size):
     return (counts[0] / counts[1]).item()
 
 
-def report(model, optimizer, metrics):
+def report(model, optimizer, metrics, run):
     """Report to Ray Train, on every rank: it keeps rank 0's metrics and checkpoint."""
-    with explain_writing("The checkpoint"), TemporaryDirectory() as folder:
+    state = metrics | {"run": run, "generators": generators.states()}  # of all ranks
+    writing = checkpoint_files.explain_writing("The checkpoint")
+    with writing, TemporaryDirectory() as folder:
         checkpoint = None
         if dist.get_rank() == 0:
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            torch.save(state | metrics, f"{folder}/checkpoint.pt")
+            state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save(state, f"{folder}/checkpoint.pt")
             checkpoint = ray.train.Checkpoint.from_directory(folder)
         ray.train.report(metrics, checkpoint=checkpoint)  # waits for all ranks
 
 
-def load_latest(model, optimizer):
-    """Go on from the latest checkpoint, if any; returns the epoch to start at."""
-    checkpoint = ray.train.get_checkpoint()  # after a failure, or of a resumed run
+def load_latest(model, optimizer, run):
+    """Go on from the latest checkpoint, if any; returns where it stands."""
+    at = {"epoch": 0, "images": 0, "accuracy": None}
+    checkpoint = ray.train.get_checkpoint()  # after a failure, or of an earlier start
     if not checkpoint:
-        return 0
-    with explain_reading(checkpoint.path), checkpoint.as_directory() as folder:
-        state = torch.load(f"{folder}/checkpoint.pt", "cpu", weights_only=True)
+        return at
+    reading = checkpoint_files.explain_reading(checkpoint.path)
+    with reading, checkpoint.as_directory() as folder:
+        file = f"{folder}/checkpoint.pt"
+        state = torch.load(file, map_location="cpu", weights_only=True)
+        runs.check_same(checkpoint.path, state["run"], run)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-        return state["epoch"] + 1
+        generators.restore(state["generators"])
+    if dist.get_rank() == 0:
+        print(f"goes on after epoch {state['epoch']}")
+    return {name: state[name] for name in at}
 
 
 def fit(args, data, run):
     """Let Ray start `train_fn` on all workers, and once more if one of them dies."""
     use_gpu = preflight.use_gpu()
-    trainer = TorchTrainer(
+    trainer = TorchTrainer(  # NEW
         train_fn,
         train_loop_config=vars(args) | {"has_test_set": "test" in data},
         datasets=data,
@@ -151,16 +200,18 @@ def fit(args, data, run):
         scaling_config=ScalingConfig(num_workers=args.num_workers, use_gpu=use_gpu),
         run_config=RunConfig(failure_config=FailureConfig(max_failures=1), **run),
     )
-    return trainer.fit()
+    with stopping.passed_on(args.stop_file):
+        return trainer.fit()
 
 
 def main():
     args = command_line.parse_stream(__doc__)
-    run = failures.run_options(*command_line.find_run(args.checkpoint_dir, args.resume))
+    name, folder = command_line.find_run(args)
+    run = failures.run_options(name, folder, args.keep)
     path, test_path = datasets.path_or_digits(args.data_path, args.data_size_gb)
     start_ray(args.num_workers, log_to_driver=True)
     preflight.check_spare_cpus(args.num_workers)
-    preflight.check_shared(run["storage_path"], path)
+    preflight.check_shared(folder, path)
     with failures.in_a_sentence(lambda: parquet.check_pages(path)):
         train_files = parquet.find_for_workers(path, args)
         data = {"train": read_images(*train_files, args.on_corrupt)}
@@ -168,7 +219,7 @@ def main():
             tests = read_images(*parquet.find_parquet(test_path), "fail")
             data["test"] = tests.materialize()
         result = fit(args, data, run)
-    print(f"Trained. The last checkpoint is in {result.checkpoint.path}")
+    command_line.end_run(result, args.num_epochs, args.checkpoint_dir)
 
 
 if __name__ == "__main__":

@@ -118,7 +118,7 @@ def ddp(dtype: torch.dtype) -> dict:
 
 def shard(model: GPT, keep: bool = False, bf16: bool = False, mesh=None) -> GPT:
     mesh = mesh or dist.init_device_mesh("cpu", (dist.get_world_size(),))
-    flags = Namespace(keep=keep, bf16=bf16, offload=False)
+    flags = Namespace(no_reshard=keep, bf16=bf16, offload=False)
     return scripts.load(TRAIN_FSDP2).shard(model, mesh, flags)
 
 

@@ -1,5 +1,6 @@
 """utils.command_line: what is wrong with a command line is one sentence, said last."""
 
+import argparse
 import subprocess
 import sys
 from pathlib import Path
@@ -49,7 +50,7 @@ def script(tmp_path) -> Path:
         ("--lr 0", "--lr: it is 0, but has to be a number above 0."),
         ("--lr nan", "--lr: it is nan, but has to be a number above 0."),
         ("--lr fast", "--lr: it is fast, but has to be a number above 0."),
-        ("--resume", "--resume needs --checkpoint-dir: say where to resume from."),
+        ("--fresh", "--fresh needs --checkpoint-dir: name the folder to start in."),
         ("--checkpoint-dir s3://a", "s3://a is an address: name a path"),
         ("--epoch-count 3", "unrecognized arguments: --epoch-count"),
     ],
@@ -68,11 +69,11 @@ def test_smoke_test_sets_the_mode(monkeypatch):
 
 
 def test_started_alone_a_script_ends_with_the_sentence(script):
-    command = [sys.executable, script, "--resume"]
+    command = [sys.executable, script, "--fresh"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert done.stderr == (
-        "a_script.py: --resume needs --checkpoint-dir: say where to resume from.\n"
+        "a_script.py: --fresh needs --checkpoint-dir: name the folder to start in.\n"
     )
 
 
@@ -143,20 +144,9 @@ def test_batches_larger_than_a_shard_are_refused():
         datasets.check_batch_size(51, 101, 2)
 
 
-def test_a_checkpoint_is_gone_on_from_where_that_is_meant(tmp_path, monkeypatch):
-    """By --resume, or since torchrun has started the run again."""
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
-    find, path = command_line.find_checkpoint, tmp_path / "runs" / "checkpoint.pt"
-    assert find(None, False) is None
-    assert find(path.parent, False) == path
-    with pytest.raises(
-        BadInput, match=r"no \S+checkpoint.pt to resume from: leave out"
-    ):
-        find(path.parent, True)
-    path.write_text("of an earlier run")
-    assert find(path.parent, True) == path
-    with pytest.raises(BadInput, match="add --resume to go on from it"):
-        find(path.parent, False)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert find(path.parent, False) == path
+def test_thirty_people_who_start_together_get_thirty_runs(tmp_path, monkeypatch):
+    """On one disk, within the same second."""
+    monkeypatch.setenv("WORKSHOP_STORAGE", str(tmp_path))
+    monkeypatch.setattr(command_line.time, "strftime", lambda _: "now")
+    names = {command_line.new_run(argparse.Namespace())[0] for _ in range(30)}
+    assert len(names) == len(list(tmp_path.iterdir())) == 30

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from argparse import Namespace
 
 import pytest
 import torch
@@ -14,18 +15,24 @@ from utils.errors import BadInput
 pytestmark = [pytest.mark.part01, pytest.mark.part02]
 
 
-def test_a_checkpoint_is_written_whole_or_not_at_all(small_disk):
+def test_a_checkpoint_is_written_whole_or_not_at_all(small_disk, monkeypatch):
     """torch.save raises a RuntimeError of its own after the error of the disk."""
     train_ddp = scripts.load(scripts.TRAIN_DDP)
-    path, model = small_disk / "checkpoint.pt", torch.nn.Linear(100, 100)
-    optimizer = torch.optim.AdamW(model.parameters())
-    train_ddp.save_checkpoint(path, model, optimizer, 1, 0.5)
-    before = path.read_bytes()
+    monkeypatch.setattr(train_ddp.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(train_ddp.generators, "states", list)
+    args = Namespace(checkpoint_dir=small_disk, run={}, keep=2)
 
-    model = torch.nn.Linear(2000, 2000)  # 16 MB
+    def save(width: int, steps: int) -> None:
+        model = torch.nn.Linear(width, width)
+        optimizer = torch.optim.AdamW(model.parameters())
+        train_ddp.save_checkpoint(args, model, optimizer, {"steps": steps})
+
+    save(100, 1)
+    (path,) = small_disk.iterdir()
+    before = path.read_bytes()
     with pytest.raises(BadInput, match=r"No space left.*What was saved before") as said:
-        train_ddp.save_checkpoint(path, model, optimizer, 2, 0.5)
-    assert str(path) in str(said.value)
+        save(2000, 2)  # 16 MB
+    assert str(small_disk / "step-000002.pt") in str(said.value)
     assert path.read_bytes() == before
     assert list(small_disk.iterdir()) == [path]
 
@@ -69,7 +76,7 @@ def test_the_second_checkpoint_of_shards_does_not_fit(small_disk):
 def test_under_torchrun_the_last_line_is_the_sentence(small_disk):
     arguments = ["--epochs", 1, "--batch-size", 700, "--checkpoint-dir", small_disk]
     last = launch(TORCHRUN, scripts.TRAIN_DDP, *arguments)
-    assert re.search(rf"train_ddp\.py: {small_disk}/checkpoint\.pt {SENTENCE}", last)
+    assert re.search(rf"train_ddp\.py: {small_disk}/step-\d+\.pt {SENTENCE}", last)
     assert list(small_disk.iterdir()) == []
 
 

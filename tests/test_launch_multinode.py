@@ -43,7 +43,8 @@ def test_nodes_are_launched_over_ssh(tmp_path):
     )
     ssh.chmod(0o755)
     environment = {
-        "HOSTS": "127.0.0.1 localhost",
+        "HOSTS": "somebody@127.0.0.1 localhost",  # torchrun gets the host alone
+        "OMP_NUM_THREADS": "3",
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "MASTER_PORT": str(free_port()),
         "GLOO_SOCKET_IFNAME": "lo",
@@ -58,11 +59,12 @@ def test_nodes_are_launched_over_ssh(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "2 workers on cpu, batch 700 each and 1400 global" in done.stdout
     assert sorted((tmp_path / "hosts").read_text().split()) == [
-        "127.0.0.1",
         "localhost",
+        "somebody@127.0.0.1",
     ]
     commands = (tmp_path / "commands").read_text().splitlines()
-    assert ["GLOO_SOCKET_IFNAME=lo " in command for command in commands] == [True] * 2
+    for said in ("GLOO_SOCKET_IFNAME=lo ", "OMP_NUM_THREADS=3 ", "=127.0.0.1 "):
+        assert [said in command for command in commands] == [True] * 2
 
 
 @pytest.mark.parametrize(

@@ -292,7 +292,8 @@ def test_a_folder_that_nodes_do_not_share_is_said(two_nodes, runs):
 def test_a_run_on_two_nodes_is_one_line_per_epoch(runs):
     code, out, err = runs["ddp"].end()
     assert code == 0, err
-    started, waits, *epochs, trained = out.splitlines()
+    begins, started, waits, *epochs, trained = out.splitlines()
+    assert begins == "starts anew: ddp holds no checkpoint yet"
     assert started.startswith("Ray 2.") and "with 3 node(s), 2 logical CPUs" in started
     assert waits.startswith(WAITS)
     assert len(epochs) == 2 and all("loss" in line for line in epochs)
@@ -304,7 +305,7 @@ def test_a_run_on_two_nodes_is_one_line_per_epoch(runs):
 def test_a_run_that_streams_on_two_nodes_is_one_line_per_epoch(runs):
     code, out, err = runs["data"].end()
     assert code == 0, err
-    _, *waits, rows, epoch, trained = out.splitlines()
+    _, _, *waits, rows, epoch, trained = out.splitlines()
     assert waits and all(line.startswith(WAITS) for line in waits)
     assert rows.endswith("for each worker")
     assert "ip=10.77.0." in epoch and "epoch 1: loss" in epoch
@@ -313,11 +314,12 @@ def test_a_run_that_streams_on_two_nodes_is_one_line_per_epoch(runs):
 
 
 @pytest.mark.parametrize("script", ["fsdp2", "deepspeed"])
-def test_a_sharded_run_on_two_nodes_is_one_line(runs, script):
+def test_a_sharded_run_on_two_nodes_says_where_it_begins_and_ends(runs, script):
     code, out, err = runs[script].end()
     assert code == 0, err
-    _, waits, trained = out.splitlines()
+    _, waits, begins, trained = out.splitlines()
     assert waits.startswith(WAITS)
+    assert begins.endswith(f"starts anew: {script} holds no checkpoint yet")
     assert trained.startswith("steps 1 to 10: last loss")
     assert err == ""
 
@@ -331,7 +333,9 @@ def test_a_script_of_part_03_is_a_job(two_nodes, runs, job, folder):
     assert code == 0 and "\nsteps 1 to 10: last loss" in out, out
     assert (two_nodes.shared / folder / "step-000010" / ".metadata").exists()
     if job == "job with variables":
-        written = (two_nodes.shared / folder).parent.glob("run-*")  # by Ray Train
+        written = (two_nodes.shared / folder).parent.glob(
+            "train_fsdp2_*"
+        )  # by Ray Train
         assert list(written)
 
 
@@ -353,7 +357,7 @@ def test_a_job_loses_its_driver_and_then_a_node(two_nodes, runs):
     ]
     driver.kill()
     driver.wait(30)
-    again = two_nodes.submit([*entrypoint, "--resume"])
+    again = two_nodes.submit(entrypoint)
     code, out, _ = killed.end()
     assert code == 1 and "epoch 2" not in out, out
 

@@ -22,6 +22,7 @@ from PIL import Image
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests import scripts
+from utils import stopping
 from utils.datasets import write_shards
 from utils.datasets.shards import encode_png
 from utils.errors import BadInput
@@ -29,6 +30,7 @@ from utils.errors import BadInput
 pytestmark = pytest.mark.part02
 
 script = scripts.load(scripts.TRAIN_RAY_DDP_WITH_RAY_DATA)
+GOES_ON = Mock(agreed=lambda: stopping.NOTHING)  # nobody asks it to stop
 
 
 def write_with_a_damaged_page(path, table):
@@ -113,9 +115,9 @@ def test_a_run_leaves_out_and_counts_what_is_corrupt(damaged, tmp_path, call, ca
     )
     assert len(epochs) == 2
     assert set(epochs) == {("4", "144", "1")}
-    assert len(list(tmp_path.glob("*/checkpoint_2*"))) == 1  # of the last epoch
-    with pytest.raises(BadInput, match="holds an earlier run: add --resume"):
-        call("--checkpoint-dir", tmp_path)  # it is refused before Ray starts
+    assert len(list(tmp_path.glob("*/checkpoint_2*"))) == 2  # of the last epochs
+    with pytest.raises(BadInput, match=r"--batch-size 18, and this one has .* 24"):
+        call(*arguments, "--batch-size", 24)  # not the same run
 
 
 def launch(*arguments) -> subprocess.CompletedProcess:
@@ -153,20 +155,20 @@ def test_a_run_on_its_own_data_keeps_what_it_saved_when_that_is_damaged(
     call(*arguments, 1)
     (saved,) = tmp_path.glob("runs/*/checkpoint_*/checkpoint.pt")
     state, before = torch.load(saved, weights_only=True), saved.read_bytes()
-    assert (state["epoch"], state["rows"], state["corrupt"]) == (0, 128, 0)
+    assert (state["epoch"], state["rows"], state["corrupt"]) == (1, 128, 0)
     assert 0 < state["accuracy"] < 1
 
     (shard,) = tmp_path.glob("digits-224/train-*/shard-*.parquet")
     whole = shard.read_bytes()
     write_with_a_damaged_page(shard, pq.read_table(shard))
     with pytest.raises(BadInput, match=rf"{shard.name} is not a whole Parquet file"):
-        call(*arguments, 2, "--resume", "--data-path", shard)
+        call(*arguments, 2)
     assert saved.read_bytes() == before
 
     shard.write_bytes(whole)
-    call(*arguments, 2, "--resume")
-    (saved,) = tmp_path.glob("runs/*/checkpoint_*/checkpoint.pt")
-    assert torch.load(saved, weights_only=True)["epoch"] == 1
+    call(*arguments, 2)
+    saved = tmp_path.glob("runs/*/checkpoint_*/checkpoint.pt")
+    assert {torch.load(file, weights_only=True)["epoch"] for file in saved} == {1, 2}
 
 
 def test_decode_gives_black_and_a_label_that_the_loss_ignores():
@@ -214,7 +216,8 @@ def test_a_batch_of_corrupt_images_does_not_hide_the_loss(monkeypatch):
     monkeypatch.setattr(script.dist, "get_world_size", lambda: 1)
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    found = script.train_epoch(model, optimizer, Shard(), {"batch_size": 2}, epoch=0)
+    config = {"batch_size": 2, "seed": 0, "bf16": False}
+    found = script.train_epoch(model, optimizer, Shard(), config, 0, GOES_ON)
     assert 0 < found["loss"] < 10
     assert found["corrupt"] == 2
     assert all(p.isfinite().all() for p in model.parameters())
@@ -245,8 +248,9 @@ def test_an_epoch_stays_on_its_device(monkeypatch):
     monkeypatch.setattr(script, "get_device", lambda: device)
     monkeypatch.setattr(script, "train_step", train_step)
     monkeypatch.setattr(script.dist, "all_reduce", all_reduce)
+    config = {"batch_size": 4, "seed": 0, "bf16": False}
     with FakeTensorMode(), pytest.raises(AllReduce):
-        script.train_epoch(None, None, Shard(), {"batch_size": 4}, epoch=0)
+        script.train_epoch(None, None, Shard(), config, 0, GOES_ON)
     assert stepped == [device] * 2
 
 
@@ -293,9 +297,10 @@ class TestReading:
         monkeypatch.setattr(
             script.preflight, "check_shared", lambda *_: asked.extend(_)
         )
-        monkeypatch.setattr(script, "fit", lambda *_: Mock())
+        result = Mock(return_value={"epoch": 2})
+        monkeypatch.setattr(script, "fit", lambda *_: result)
         call("--data-path", whole_files, "--checkpoint-dir", tmp_path)
-        assert asked == [str(tmp_path), str(whole_files)]
+        assert asked == [tmp_path, str(whole_files)]
 
 
 @pytest.fixture
@@ -329,8 +334,8 @@ class TestBadInput:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--resume"], "--resume needs --checkpoint-dir"),
-        (["--resume", "--checkpoint-dir", "empty"], "There is no run in .*empty"),
+        (["--fresh"], "--fresh needs --checkpoint-dir"),
+        (["--fresh", "--checkpoint-dir", "."], "is not empty, and --fresh"),
         (["--checkpoint-dir", "a_file/folder"], "cannot be written to"),
         (["--num-epochs", 0], "--num-epochs: it is 0, but has to be a whole number"),
         (

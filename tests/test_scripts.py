@@ -8,16 +8,16 @@ import subprocess
 import sys
 import threading
 import time
+from argparse import Namespace
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from ray.train import RunConfig, ScalingConfig
-from ray.train.torch import TorchTrainer
 
 from tests import scripts
+from utils import datasets
 from utils.errors import BadInput
 from utils.launch import run_ranks
 
@@ -67,7 +67,7 @@ def trained(tmp_path_factory) -> dict[Path, tuple[Path, str]]:
     folder, _ = results[scripts.TRAIN_DDP]
     arguments = ["--checkpoint-dir", folder, "--epochs"]
     first, other = train_on_two_ranks(*arguments, 1)
-    second, another = train_on_two_ranks(*arguments, 2, "--resume")
+    second, another = train_on_two_ranks(*arguments, 2)
     assert other == another == ""  # rank 0 speaks
     results[scripts.TRAIN_DDP] = folder, first + second
 
@@ -90,8 +90,11 @@ def trained(tmp_path_factory) -> dict[Path, tuple[Path, str]]:
 
 
 def saved_state(folder: Path) -> dict:
-    (file,) = folder.rglob("checkpoint.pt")
-    return torch.load(file, weights_only=True)
+    """The state after the second of two epochs, the newest of two that are kept."""
+    files = [*folder.glob("step-*.pt"), *folder.glob("*/checkpoint_*/checkpoint.pt")]
+    states = [torch.load(file, weights_only=True) for file in files]
+    assert sorted(state["epoch"] for state in states) == [1, 2]
+    return max(states, key=lambda state: state["epoch"])
 
 
 @pytest.mark.slow
@@ -122,66 +125,53 @@ def test_both_scripts_end_with_the_same_weights(trained):
 def test_every_epoch_is_one_line_without_noise(trained, path):
     lines = trained[path][1].splitlines()
     for number in (1, 2):
-        (line,) = [line for line in lines if re.search(rf"epoch {number}\b", line)]
-        assert "test accuracy" in line
+        found = [line for line in lines if re.search(rf"epoch {number}\b.*loss", line)]
+        assert len(found) == 1 and "test accuracy" in found[0]
     noise = "Warning|Reporting training result|Checkpoint successfully created"
     assert not [line for line in lines if re.search(noise, line)]
+
+
+def options(folder: Path, **changes) -> Namespace:
+    found = {"checkpoint_dir": folder, "run": {"--lr": 1}, "keep": 2, "epochs": 3}
+    return Namespace(**found | changes)
 
 
 def test_a_restart_without_a_shared_folder_is_said(tmp_path):
     """Rank 0 finds its checkpoint on its node; rank 1, on another one, would start anew."""
 
     def load():
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
         train_ddp = scripts.load(scripts.TRAIN_DDP)
         train_ddp.set_up()
         model = torch.nn.Linear(2, 2)
         optimizer = torch.optim.AdamW(model.parameters())
-        folder = tmp_path / os.environ["RANK"]
-        path = folder / "checkpoint.pt"
-        if dist.get_rank() == 0:
-            train_ddp.save_checkpoint(path, model, optimizer, 0, 0.5)
-        path = train_ddp.command_line.find_checkpoint(folder, resume=False)
+        args = options(tmp_path / os.environ["RANK"])
+        at = {"epoch": 1, "images": 0, "steps": 5, "accuracy": 0.5}
+        train_ddp.save_checkpoint(args, model, optimizer, at)
+        args.checkpoint_dir = tmp_path / "0"
+        if dist.get_rank() == 1:  # it has a disk of its own
+            train_ddp.torch.load = lambda *_, **__: Path("nowhere").read_bytes()
         try:
-            return train_ddp.load_checkpoint(path, model, optimizer)
+            return train_ddp.load_checkpoint(args, model, optimizer)["epoch"]
         except BadInput as problem:
             return str(problem)
 
     first, second = run_ranks(load, 2)
     assert first == 1
-    assert "on several nodes, name a folder that all of them share" in second
+    assert "name a folder that all nodes share" in second
 
 
-def test_a_single_worker_of_ray_goes_on_with_the_next_order(monkeypatch, tmp_path):
-    """Ray gives it no DistributedSampler; resumed, it must not repeat the first order."""
-    script = scripts.load(scripts.TRAIN_RAY_DDP)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_epoch_goes_on_in_its_middle_with_the_images_that_are_left(ranks):
+    """And the next one has an order of its own, also with one rank alone."""
 
-    def orders(first_epoch):
-        seen = []
+    def order(epoch: int, start: int) -> list[int]:
+        dist.init_process_group("gloo")
+        sampler = datasets.ResumableSampler(range(12), seed=3)
+        sampler.set_epoch(epoch, start)
+        assert len(sampler) == len(list(sampler))
+        return list(sampler)
 
-        def train_epoch(model, optimizer, train_loader):
-            seen.append(torch.cat([labels for _, labels in train_loader]).tolist())
-            return 0.0
-
-        monkeypatch.setattr(script, "train_epoch", train_epoch)
-        monkeypatch.setattr(script, "load_latest", lambda *_: first_epoch)
-
-        def train_alone(config):  # Ray ends the group afterwards
-            store = dist.HashStore()
-            dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-            script.train_fn(config)
-
-        TorchTrainer(
-            train_alone,
-            train_loop_config={"dataset": "digits", "epochs": 2, "batch_size": 32}
-            | {"lr": 1e-3},
-            scaling_config=ScalingConfig(num_workers=0),  # in this process
-            run_config=RunConfig(storage_path=str(tmp_path)),
-        ).fit()
-        return seen
-
-    monkeypatch.setattr(script, "evaluate", lambda *_: 0.0)
-    monkeypatch.setattr(script, "report", lambda *_: None)
-    first, second = orders(0)
-    assert first != second
-    assert orders(1) == [second]
+    whole = run_ranks(order, ranks, 0, 0)
+    assert sorted(number for share in whole for number in share) == [*range(12)]
+    assert run_ranks(order, ranks, 0, 2) == [share[2:] for share in whole]
+    assert run_ranks(order, ranks, 1, 0) != whole

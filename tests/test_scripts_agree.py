@@ -1,6 +1,9 @@
 """What people copy: scripts in which equal parts are equal, and little is of utils."""
 
 import ast
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -23,10 +26,13 @@ SAME = [
     ("load_latest", RAY),
 ]
 # How a run is started and ends; the other functions are the training.
-SHELL = {"parse_args", "fit", "main"}
+SHELL = {"parse_args", "under_torchrun", "with_ray", "fit", "main"}
 # Of utils, the training uses what every training needs, and this.
 ALLOWED = {"datasets", "models", "settings"} | {
     "checkpoint_files",  # files that are whole, and sentences where that fails
+    "generators",  # noise that differs between ranks, and goes on after a restart
+    "runs",  # which checkpoint counts, and whether it is of this run
+    "stopping",  # a scheduler's SIGTERM, on all ranks after the same step
     "parquet",  # decoding, in a module without torch: tasks on CPUs import it
     "zero",  # what knows DeepSpeed from inside
 }
@@ -53,3 +59,23 @@ def test_the_training_of_a_script_needs_little_of_utils(path):
             names = {n.id for n in ast.walk(function) if isinstance(n, ast.Name)}
             used = {from_module[name] for name in names & from_module.keys()}
             assert used <= ALLOWED, function.name
+
+
+def test_what_a_script_is_taken_along_with_needs_nothing_else(tmp_path):
+    """The modules that every script's first lines name."""
+    taken = ("stopping", "runs", "generators", "checkpoint_files", "errors")
+    for path in {*IMAGES, *RAY, *TEXT}:
+        said = ast.get_docstring(ast.parse(path.read_text()))
+        assert all(f"`{name}`" in said for name in taken), path.name
+    (tmp_path / "utils").mkdir()
+    for name in taken:
+        file = Path("utils") / f"{name}.py"
+        (tmp_path / file).write_text((scripts.ROOT / file).read_text())
+    alone = (
+        f"import sys; sys.path[:] = [p for p in sys.path if p != {str(scripts.ROOT)!r}]"
+    )
+    code = f"{alone}; sys.path.insert(0, '.'); from utils import {', '.join(taken)}"
+    code += "; assert all(m.__file__.startswith(sys.argv[1]) for m in (stopping, runs))"
+    subprocess.run(
+        [sys.executable, "-I", "-c", code, tmp_path], cwd=tmp_path, check=True
+    )

@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import urllib.request
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -48,11 +49,14 @@ def complaint(monkeypatch):
 
 
 BAD_INPUT = {
-    "nothing to resume": (["--resume", "--checkpoint-dir", "none"], "leave out --resu"),
     "read-only folder": (["--checkpoint-dir", "/sys/checkpoints"], "cannot be writ"),
     "a file as folder": (["--checkpoint-dir", "file/checkpoints"], "cannot be writ"),
     "no such dataset": (["--dataset", "digitz"], "choose one of digits, mnist"),
-    "resume from where": (["--resume"], "--resume needs --checkpoint-dir"),
+    "fresh, but where": (["--fresh"], "--fresh needs --checkpoint-dir"),
+    "fresh, but full": (
+        ["--fresh", "--checkpoint-dir", "."],
+        "is not empty, and --fre",
+    ),
     "no epoch": (["--epochs", 0], "--epochs: it is 0, but has to be a whole number"),
     "a batch of all": (["--batch-size", 2000], "lower --batch-size"),
     "a bucket": (["--checkpoint-dir", "s3://a"], "s3://a is an address: name a path"),
@@ -109,26 +113,18 @@ def test_more_workers_than_gpus_is_said(complaint, monkeypatch):
     assert "more workers than GPUs (1)" in complaint(scripts.TRAIN_DDP)
 
 
-@BOTH
-def test_a_finished_run_is_not_overwritten(path, complaint, tmp_path):
-    for place in (tmp_path, tmp_path / "train_ray_ddp"):
-        place.mkdir(exist_ok=True)
-        (place / "checkpoint.pt").write_text("of an earlier run")
-    said = complaint(path, "--checkpoint-dir", tmp_path)
-    assert said.endswith("or name another folder.")
-    assert "earlier run: add --resume" in said
-
-
-def test_resume_asks_for_a_writable_folder_first(complaint, monkeypatch, tmp_path):
+def test_a_folder_is_written_to_before_training(complaint, monkeypatch, tmp_path):
     """Not after an epoch of work."""
-    (tmp_path / "checkpoint.pt").write_text("is not looked into before")
 
     def read_only(*_, **__):
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr("tempfile.TemporaryFile", read_only)
-    said = complaint(scripts.TRAIN_DDP, "--resume", "--checkpoint-dir", tmp_path)
+    said = complaint(scripts.TRAIN_DDP, "--checkpoint-dir", tmp_path)
     assert said.endswith("cannot be written to (Read-only file system): name another.")
+
+
+RUN = {"--lr": 0.1, "--batch-size": 32}
 
 
 def saved(**changes) -> bytes:
@@ -136,7 +132,8 @@ def saved(**changes) -> bytes:
     model, optimizer = build()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     file = io.BytesIO()
-    torch.save(state | {"epoch": 0} | changes, file)
+    at = {"epoch": 0, "images": 0, "steps": 7, "accuracy": 0.5}
+    torch.save(state | at | {"run": RUN, "generators": []} | changes, file)
     return file.getvalue()
 
 
@@ -170,42 +167,60 @@ SPOILT = {
     ),
     "without state of the optimizer": saved(optimizer={}),
     "weights alone": dumped(build()[0].state_dict()),
-    "without an epoch": dumped(
+    "without its run": dumped(
         {"model": build()[0].state_dict(), "optimizer": build()[1].state_dict()}
     ),
 }
+
+
+def file_of(path: Path, folder: Path) -> Path:
+    return folder / ("checkpoint.pt" if "ray" in path.name else "step-000007.pt")
 
 
 @BOTH
 @pytest.mark.parametrize("how", SPOILT)
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 def test_a_checkpoint_that_does_not_fit(path, how, tmp_path, monkeypatch):
-    file = tmp_path / "checkpoint.pt"
+    file = file_of(path, tmp_path)
     file.write_bytes(SPOILT[how])
-    script = scripts.load(path)
-    with pytest.raises(BadInput, match="start without --resume") as raised:
-        load(script, file, monkeypatch)
-    assert str(file.parent) in str(raised.value)
+    with pytest.raises(BadInput, match="name another folder, or delete it") as raised:
+        load(scripts.load(path), tmp_path, monkeypatch)
+    assert str(tmp_path) in str(raised.value)
     assert "damaged" in str(raised.value)
     assert "\n" not in str(raised.value)
     assert raised.value.__cause__ is not None
     assert file.read_bytes() == SPOILT[how]
 
 
-def load(script, file: Path, monkeypatch) -> int:
-    """What a script loads a checkpoint with: the epoch to start at."""
+def load(script, folder: Path, monkeypatch, run=RUN) -> dict:
+    """What a script loads a checkpoint with: where it goes on."""
+    monkeypatch.setattr(script.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(script.dist, "get_world_size", lambda: 1)
     if "ray" not in script.__name__:
         monkeypatch.setattr(script.dist, "broadcast_object_list", lambda found: None)
-        return script.load_checkpoint(file, *build())
-    there = Checkpoint.from_directory(file.parent)
+        args = Namespace(checkpoint_dir=folder, run=run, epochs=9)
+        return script.load_checkpoint(args, *build())
+    there = Checkpoint.from_directory(folder)
     monkeypatch.setattr(ray.train, "get_checkpoint", lambda: there)
-    return script.load_latest(*build())
+    return script.load_latest(*build(), run)
 
 
 @BOTH
-def test_a_checkpoint_that_fits_is_loaded(path, tmp_path, monkeypatch):
-    (tmp_path / "checkpoint.pt").write_bytes(saved(epoch=4))
-    assert load(scripts.load(path), tmp_path / "checkpoint.pt", monkeypatch) == 5
+def test_a_checkpoint_that_fits_is_loaded(path, tmp_path, monkeypatch, capsys):
+    file_of(path, tmp_path).write_bytes(saved(epoch=4))
+    assert load(scripts.load(path), tmp_path, monkeypatch)["epoch"] == 4
+    assert "goes on after epoch 4" in capsys.readouterr().out
+
+
+@BOTH
+def test_the_checkpoint_of_a_run_with_other_settings_is_left_alone(
+    path, tmp_path, monkeypatch
+):
+    before = saved()
+    file_of(path, tmp_path).write_bytes(before)
+    with pytest.raises(BadInput, match=r"with --lr 0.1, and this one has --lr 0.2"):
+        load(scripts.load(path), tmp_path, monkeypatch, RUN | {"--lr": 0.2})
+    assert file_of(path, tmp_path).read_bytes() == before
 
 
 @pytest.mark.parametrize("mistake", [AttributeError, NameError, AssertionError])
@@ -234,7 +249,7 @@ def test_help_is_the_first_line_and_every_option(path, monkeypatch, capsys):
         scripts.load(path).main()
     out = capsys.readouterr().out
     assert scripts.load(path).__doc__.splitlines()[0][:40] in out
-    assert {"--checkpoint-dir", "--resume", "--smoke-test"} <= set(out.split())
+    assert {"--checkpoint-dir", "--fresh", "--smoke-test"} <= set(out.split())
 
 
 @pytest.mark.slow

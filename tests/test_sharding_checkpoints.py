@@ -1,5 +1,7 @@
 """Sharded checkpoints: killed workers, full disks, what cannot be resumed from."""
 
+import contextlib
+import io
 import os
 import re
 import resource
@@ -298,31 +300,37 @@ def test_a_checkpoint_of_another_world_size_says_how_to_convert(tmp_path):
     zero.check_world_size(tmp_path, 3)
 
 
-@pytest.mark.parametrize(
-    ("resume", "found", "sentence"),
-    [
-        (True, None, "There is no complete checkpoint in"),
-        (False, "step-000005", "holds checkpoints of an earlier run: add --resume"),
-        (True, "step-000010", "step-000010 has all 10 steps"),
-        (True, "step-000010-universal", "has all 10 steps, so nothing is left"),
-    ],
-)
-def test_a_folder_and_the_command_line_have_to_agree(resume, found, sentence, tmp_path):
-    folder = tmp_path / "checkpoints"
-    args = Namespace(checkpoint_dir=folder, resume=resume, steps=10, export=None)
-    with pytest.raises(BadInput, match=sentence):
-        torchrun_or_ray.check_resume(args, found and folder / found)
-    assert not folder.exists()
+def test_a_finished_run_starts_again_and_ends_well(tmp_path):
+    """It evaluates, says so, and leaves its checkpoints as they are."""
+
+    def train(script: Path) -> tuple[dict, str]:
+        sys.argv = [script.name, "--smoke-test", "--steps", "2", "--batch-size", "4"]
+        sys.argv += ["--checkpoint-dir", str(tmp_path / script.stem)]
+        module = scripts.load(script)
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            report = module.train(module.parse_args())
+        return report, printed.getvalue()
+
+    def twice() -> list:
+        dist.init_process_group("gloo")
+        return [(train(script), train(script)) for script in (FSDP2, DEEPSPEED)]
+
+    for (first, _), (second, said) in run_ranks(twice, 2)[0]:
+        assert len(first["losses"]) == 2 and second["losses"] == []
+        assert second["first_step"] == 2
+        assert second["test_loss"] == first["test_loss"]
+        assert "nothing is left to train after step 2 of train_" in said
 
 
-def test_folders_are_written_to_before_training(tmp_path):
-    args = Namespace(resume=True, steps=10, export=tmp_path / "new" / "model.pt")
+def test_folders_are_written_to_before_training(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    args = Namespace(fresh=False, num_workers=None, export=tmp_path / "new" / "m.pt")
     args.checkpoint_dir = tmp_path
-    torchrun_or_ray.check_resume(args, tmp_path / "step-000005")
+    torchrun_or_ray.check_launch(args)
     (tmp_path / "a file").touch()
     args.export = tmp_path / "a file" / "model.pt"
     with pytest.raises(BadInput, match="cannot be written to"):
-        torchrun_or_ray.check_resume(args, tmp_path / "step-000005")
+        torchrun_or_ray.check_launch(args)
 
 
 def call(
@@ -351,13 +359,10 @@ def test_how_a_script_was_called_is_checked_first(script, tmp_path, monkeypatch)
     assert "--steps: it is 0, but has to be" in said("--steps", 0)
     assert "--lr: it is 0, but has to be a number above 0" in said("--lr", 0)
     assert "--clip: it is -1, but has to be a number above 0" in said("--clip=-1")
+    assert "leave out one of them" in said("--num-workers", 2)
+    (tmp_path / "step-000005").mkdir()
     folder = ["--checkpoint-dir", tmp_path]
-    assert "no complete checkpoint" in said(*folder, "--resume")
-    saved = tmp_path / "step-000005"
-    saved.mkdir()
-    (saved / ".metadata").touch()
-    (tmp_path / "latest").write_text(saved.name)
-    assert "holds checkpoints of an earlier run" in said(*folder)
+    assert "is not empty, and --fresh starts" in said(*folder, "--fresh")
     if script == FSDP2:
         assert "needs a GPU to offload from" in said("--offload")
     else:
@@ -374,7 +379,7 @@ def test_what_a_worker_of_ray_finds_is_what_the_script_raises(
         raise WorkerGroupError("failed", {1: BadInput("a sentence")})
 
     asked = []
-    monkeypatch.setattr("utils.cluster.start_ray", lambda num_workers: None)
+    monkeypatch.setattr("utils.cluster.start_ray", lambda num_workers, **_: None)
     monkeypatch.setattr("utils.preflight.check_shared", asked.append)
     monkeypatch.setattr("ray.train.torch.TorchTrainer.fit", fit)
     arguments = ["--num-workers", 2, "--checkpoint-dir", tmp_path]

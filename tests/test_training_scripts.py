@@ -1,18 +1,26 @@
 """What the functions of the training scripts compute, called on two ranks."""
 
+import errno
 import sys
+import threading
 from argparse import Namespace
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from tests import scripts, sharding
+from utils import stopping
 from utils.comms import count_comms
+from utils.errors import BadInput
 from utils.launch import run_ranks
 from utils.memory import count_memory
 from utils.models import GPT, SMOKE, resnet18
@@ -136,7 +144,7 @@ def test_offloaded_shards_are_built_on_meta_and_train_the_same(tmp_path):
     steps with clipping, a checkpoint, resuming from it, and the export."""
 
     def train(name: str, steps: str) -> tuple[dict, int]:
-        sys.argv = ["train_fsdp2.py", "--smoke-test", "--steps", steps, "--resume"]
+        sys.argv = ["train_fsdp2.py", "--smoke-test", "--steps", steps]
         sys.argv += ["--batch-size", "4", "--save-every", "2", "--bf16"]
         sys.argv += ["--checkpoint-dir", str(tmp_path / name)]
         sys.argv += ["--export", str(tmp_path / f"{name}.pt")]
@@ -169,6 +177,61 @@ def test_offloaded_shards_are_built_on_meta_and_train_the_same(tmp_path):
     )
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_what_is_saved_in_the_background_is_the_state_of_its_step(tmp_path):
+    """The first checkpoint is not written before training has gone on by a step."""
+
+    def train(name: str) -> None:
+        sys.argv = ["train_fsdp2.py", "--smoke-test", "--steps", "4"]
+        sys.argv += ["--batch-size", "4", "--save-every", "2"]
+        sys.argv += ["--checkpoint-dir", str(tmp_path / name)]
+        module, step_3 = scripts.load(sharding.TRAIN_FSDP2), threading.Event()
+        taken, train_step = [], module.train_step
+
+        def counted(*args):
+            taken.append(1)
+            if len(taken) == 3:
+                step_3.set()
+            return train_step(*args)
+
+        write = FileSystemWriter.write_data
+
+        def late(self, *args):
+            assert step_3.wait(60), "training waits for what is written"
+            return write(self, *args)
+
+        module.train_step = counted
+        if name == "background":
+            sys.argv.append("--async-save")
+            FileSystemWriter.write_data = late
+        module.train(module.parse_args())
+        FileSystemWriter.write_data = write
+
+    def train_both() -> None:
+        dist.init_process_group("gloo")
+        train("background")
+        train("at once")
+
+    run_ranks(train_both, 2)
+    for step in ("step-000002", "step-000004"):
+        saved = []
+        for name in ("background", "at once"):
+            dcp_to_torch_save(tmp_path / name / step, tmp_path / "whole.pt")
+            saved.append(torch.load(tmp_path / "whole.pt", weights_only=True))
+        ours, theirs = (state["model"] for state in saved)
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+        assert saved[0]["step"] == saved[1]["step"] == int(step[-1])
+    assert len(list((tmp_path / "background").iterdir())) == 2
+
+
+def test_a_full_disk_in_the_background_is_said(tmp_path):
+    script, full = scripts.load(sharding.TRAIN_FSDP2), Future()
+    full.set_exception(OSError(errno.ENOSPC, "No space left on device"))
+    args = Namespace(checkpoint_dir=tmp_path, keep=2)
+    with pytest.raises(BadInput, match="No space left"):
+        script.finish(full, args)
 
 
 def losses(script, num_workers: int) -> tuple[list[float], float]:
@@ -217,6 +280,7 @@ def test_a_half_written_checkpoint_is_not_taken(tmp_path):
         assert found == tmp_path / "step-000005"
 
 
+GOES_ON = Namespace(agreed=lambda: stopping.NOTHING)  # nobody asks it to stop
 IMAGE_SCRIPTS = [scripts.TRAIN_DDP, scripts.TRAIN_RAY_DDP]
 STREAM = scripts.TRAIN_RAY_DDP_WITH_RAY_DATA
 TEXT_SCRIPTS = [sharding.TRAIN_FSDP2, sharding.TRAIN_DEEPSPEED]
@@ -280,17 +344,54 @@ def test_the_loss_of_an_epoch_is_the_mean_over_ranks_and_steps(path):
             script.get_device = lambda: torch.device("cpu")
             batches = [{"image": i, "label": n} for i, n in zip(images, labels)]
             shard = Namespace(iter_torch_batches=lambda **_: batches)
-            return script.train_epoch(model, optimizer, shard, {"batch_size": 2}, 0)
+            config = {"batch_size": 2, "seed": 0, "bf16": False}
+            return script.train_epoch(model, optimizer, shard, config, 0, GOES_ON)
         device = [torch.device("cpu")] * (path == scripts.TRAIN_DDP)
-        return script.train_epoch(model, optimizer, list(zip(images, labels)), *device)
+        batches = list(zip(images, labels))
+        return script.train_epoch(model, optimizer, batches, *device, GOES_ON)
 
     mean = (3 * fixed(0)[2] + fixed(1)[2]) / 4
     for found in run_ranks(epoch, 2):
-        loss = found["loss"] if path == STREAM else found
+        loss = found["loss"] if path == STREAM else found[0]
         assert loss == pytest.approx(mean)
         if path == STREAM:  # counts of all ranks, steps of each
             counted = {name: found[name] for name in ("steps", "rows", "corrupt")}
             assert counted == {"steps": 2, "rows": 8, "corrupt": 0}
+
+
+@by_name([*IMAGE_SCRIPTS, STREAM])
+def test_two_ranks_in_bf16_train_nearly_like_one_without_it(path):
+    """Computed in bfloat16, with weights in float32."""
+
+    def epoch(bf16: bool) -> tuple[float, torch.dtype, set]:
+        dist.init_process_group("gloo")
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 10))
+        images, labels = torch.randn(64, 16), torch.randint(10, (64,))
+        computed = []
+        model[0].register_forward_hook(lambda *found: computed.append(found[2].dtype))
+        wrapped = DistributedDataParallel(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        mine, script = slice(rank, None, world_size), scripts.load(path)
+        batches = 20 * [(images[mine], labels[mine])]
+        if path == STREAM:
+            script.get_device = lambda: torch.device("cpu")
+            batches = [{"image": i, "label": n} for i, n in batches]
+            shard = Namespace(iter_torch_batches=lambda **_: batches)
+            config = {"batch_size": 64 // world_size, "seed": 0, "bf16": bf16}
+            script.train_epoch(wrapped, optimizer, shard, config, 0, GOES_ON)
+        else:
+            device = [torch.device("cpu")] * (path == scripts.TRAIN_DDP)
+            script.train_epoch(wrapped, optimizer, batches, *device, GOES_ON, bf16)
+        loss = F.cross_entropy(model(images), labels).item()
+        return loss, computed[0], {p.dtype for p in model.parameters()}
+
+    (one,) = run_ranks(epoch, 1, False)
+    assert one[1:] == (torch.float32, {torch.float32}) and one[0] < 1
+    for two in run_ranks(epoch, 2, True):
+        assert two[1:] == (torch.bfloat16, {torch.float32})
+        assert two[0] == pytest.approx(one[0], rel=0.05) and two[0] != one[0]
 
 
 @by_name([*IMAGE_SCRIPTS, STREAM])
@@ -318,13 +419,14 @@ def test_ddp_trains_on_every_image_once_and_from_the_same_weights():
     def look() -> tuple:
         dist.init_process_group("gloo")
         script = scripts.load(scripts.TRAIN_DDP)
-        loader, test_set = script.load_data("digits", 100)
+        loader, test_set = script.load_data("digits", 100, 0)
         orders = []
         for epoch in (0, 1):
             loader.sampler.set_epoch(epoch)
             orders.append(list(loader.sampler))
         torch.manual_seed(dist.get_rank() + 5)
-        model, wrapped, optimizer = script.build(in_channels, lr, torch.device("cpu"))
+        device = torch.device("cpu")
+        model, wrapped, optimizer = script.build(in_channels, lr, 0, device)
         same = wrapped.module is model and wrapped.gradient_as_bucket_view
         weights = [p.detach().clone() for p in model.parameters()]
         of_optimizer = {id(p) for p in optimizer.param_groups[0]["params"]}
@@ -366,7 +468,9 @@ def small_run(path: Path, folder: Path) -> list:
         script.datasets.load = lambda name, split: few
         saves = counted_saves(script)
         options = {"dataset": "few", "batch_size": 2, "lr": 1e-3, "epochs": 1}
-        args = Namespace(**options, checkpoint=folder / "checkpoint.pt")
+        options |= {"seed": 0, "checkpoint_dir": folder, "keep": 2, "run": {}}
+        options |= {"bf16": False}
+        args = Namespace(**options)
         script.train(args, torch.device("cpu"))
     elif path == sharding.TRAIN_FSDP2:
         model = sharding.shard(sharding.build_model(torch.float32))
@@ -375,7 +479,7 @@ def small_run(path: Path, folder: Path) -> list:
     else:
         script.ray.train.report = lambda metrics, checkpoint: None
         saves, (model, optimizer, _) = counted_saves(script), fixed(0)
-        script.report(model, optimizer, {"epoch": 0})
+        script.report(model, optimizer, {"epoch": 0}, {})
     return saves
 
 
@@ -395,7 +499,9 @@ def test_a_checkpoint_is_loaded_to_the_cpu(path, tmp_path, monkeypatch):
     """Else all ranks of a node load it to the GPU of the rank that wrote it."""
     script, (model, optimizer, _) = scripts.load(path), fixed(0)
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    torch.save(state | {"epoch": 0}, tmp_path / "checkpoint.pt")
+    state |= {"epoch": 1, "images": 0, "steps": 2, "accuracy": 0.5, "run": {}}
+    name = "step-000002.pt" if path == scripts.TRAIN_DDP else "checkpoint.pt"
+    torch.save(state | {"generators": []}, tmp_path / name)
     loaded_to, load = [], torch.load
 
     def watched(file, map_location=None, **options):
@@ -404,12 +510,15 @@ def test_a_checkpoint_is_loaded_to_the_cpu(path, tmp_path, monkeypatch):
 
     monkeypatch.setattr(torch, "load", watched)
     monkeypatch.setattr(script.dist, "broadcast_object_list", lambda found: None)
+    monkeypatch.setattr(script.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(script.dist, "get_world_size", lambda: 1)
     if path == scripts.TRAIN_DDP:
-        script.load_checkpoint(tmp_path / "checkpoint.pt", model, optimizer)
+        args = Namespace(checkpoint_dir=tmp_path, run={}, epochs=3)
+        script.load_checkpoint(args, model, optimizer)
     else:
         there = script.ray.train.Checkpoint.from_directory(tmp_path)
         monkeypatch.setattr(script.ray.train, "get_checkpoint", lambda: there)
-        script.load_latest(model, optimizer)
+        script.load_latest(model, optimizer, {})
     assert loaded_to == ["cpu"]
 
 
@@ -427,8 +536,10 @@ def test_all_ranks_resume_from_what_rank_0_finds(path, tmp_path):
         script, mine = scripts.load(path), tmp_path / f"rank-{dist.get_rank()}"
         if path == sharding.TRAIN_DEEPSPEED:
             return script.checkpoint_to_load(mine)
-        script.load_checkpoint = lambda model, optimizer, batch, folder: folder
-        args = Namespace(checkpoint_dir=mine, batch_size=2)
-        return script.resume(None, None, args) or None
+        loaded = []
+        script.load_checkpoint = lambda *args: loaded.append(args[3]) or 2
+        args = Namespace(checkpoint_dir=mine, batch_size=2, run={}, steps=9)
+        script.resume(None, None, args)
+        return loaded[0] if loaded else None
 
     assert run_ranks(found, 2) == [whole, whole]

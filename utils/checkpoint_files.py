@@ -114,13 +114,12 @@ def explain_reading(path: str | Path) -> Iterator[None]:
         BadInput: the checkpoint is damaged or of another model, is not there, or cannot
             be read.
     """
-    mend = "name another folder, or start without --resume."
+    mend = "name another folder, or delete it."
     try:
         yield
     except FileNotFoundError as error:
         raise BadInput(
-            f"There is no {path} to resume from: leave out --resume, or, on several "
-            "nodes, name a folder that all of them share."
+            f"This worker does not see {path}: name a folder that all nodes share."
         ) from error
     except OSError as error:
         raise BadInput(f"{path} cannot be read ({error.strerror}): {mend}") from error
@@ -152,7 +151,7 @@ def explain_loading(folder: Path, *errors: type[BaseException]) -> Iterator[None
     except errors as error:
         raise BadInput(
             f"The checkpoint {folder} is damaged, of another model, or not seen by all "
-            "nodes: name another folder, or start without --resume."
+            "nodes: name another folder, or delete it."
         ) from error
 
 

@@ -4,15 +4,18 @@ import argparse
 import contextlib
 import json
 import os
+import secrets
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from utils.checkpoint_files import check_writable, explain_reading
+from utils import runs
 from utils.errors import BadInput
 from utils.settings import device, local_path, num_workers, storage_path
+
+BF16 = "train with autocast to bfloat16"
 
 
 class Parser(argparse.ArgumentParser):
@@ -32,8 +35,11 @@ class Parser(argparse.ArgumentParser):
         add = self.add_argument
         add("--batch-size", type=count, default=batch_size, help="per worker")
         add("--lr", type=positive, default=lr, help="of AdamW")
-        add("--checkpoint-dir", type=local_path, help="save there")
-        add("--resume", action="store_true", help="from --checkpoint-dir")
+        add("--seed", type=int, default=0, help="of weights, order and noise")
+        folder = "save there, and go on from the newest checkpoint in it"
+        add("--checkpoint-dir", type=local_path, help=folder)
+        add("--fresh", action="store_true", help="refuse a folder that holds something")
+        add("--keep", type=count, default=2, help="checkpoints that are kept")
         add("--smoke-test", action="store_true", help="on CPU, even if there are GPUs")
 
     def parse_args(self, *args, **kwargs) -> argparse.Namespace:
@@ -45,8 +51,8 @@ class Parser(argparse.ArgumentParser):
         found = super().parse_args(*args, **kwargs)
         if found.smoke_test:
             os.environ["WORKSHOP_MODE"] = "smoke"
-        if found.resume and not found.checkpoint_dir:
-            self.error("--resume needs --checkpoint-dir: say where to resume from.")
+        if found.fresh and not found.checkpoint_dir:
+            self.error("--fresh needs --checkpoint-dir: name the folder to start in.")
         return found
 
     def error(self, message: str):
@@ -56,12 +62,13 @@ class Parser(argparse.ArgumentParser):
 def parse_images(doc: str, ray: bool = False) -> argparse.Namespace:
     """Parse and check the command line of a script that trains on a dataset of images.
 
-    The namespace also has, with `ray`, `num_workers` for Ray Train to start; else, as
-    torchrun has started this process, `checkpoint` as `find_checkpoint` returns it.
+    The namespace also has `run`, the settings that define the training, and with `ray`
+    `num_workers` for Ray Train to start; without it, torchrun has to have started this
+    process.
 
     Raises:
         BadInput: an argument is wrong, or there are fewer images than workers
-            need; or as `check_torchrun` and `find_checkpoint` do.
+            need; or as `check_torchrun` and `prepare_folder` do.
     """
     # here, not above: it imports torch and torchvision, which takes 4 s
     from utils import datasets
@@ -70,12 +77,14 @@ def parse_images(doc: str, ray: bool = False) -> argparse.Namespace:
     parser.add_argument("--epochs", type=count, default=3)
     names = ", ".join(datasets.DATASETS)
     parser.add_argument("--dataset", default="digits", help=names)
+    parser.add_argument("--bf16", action="store_true", help=BF16)
     args = parse_workers(parser) if ray else parser.parse_args()
     workers = args.num_workers if ray else check_torchrun()
     num_images = len(datasets.load(args.dataset))
     datasets.check_batch_size(args.batch_size, num_images, workers)
+    args.run = runs.defining(args, "dataset", "batch_size", "lr", "seed", "bf16")
     if not ray:
-        args.checkpoint = find_checkpoint(args.checkpoint_dir, args.resume)
+        prepare_folder(args)
     return args
 
 
@@ -91,9 +100,12 @@ def parse_stream(doc: str) -> argparse.Namespace:
     add("--data-path", help="Parquet files: one, or a folder; local, s3://, gs://")
     add("--num-epochs", type=count, default=2)
     add("--on-corrupt", choices=("fail", "skip"), default="fail")
+    add("--bf16", action="store_true", help=BF16)
     args = parse_workers(parser)
     if args.smoke_test:
         args.data_size_gb = min(args.data_size_gb, most)
+    data = "data_path" if args.data_path else "data_size_gb"
+    args.run = runs.defining(args, data, "batch_size", "lr", "seed", "bf16")
     return args
 
 
@@ -132,54 +144,64 @@ def positive(text: str) -> float:
     raise argparse.ArgumentTypeError(f"it is {text}, but has to be a number above 0.")
 
 
-def find_run(folder: Path | None, resume: bool) -> tuple[str, Path]:
-    """Return name and folder of a run; Ray resumes the run that has the same two.
+def find_run(args: argparse.Namespace) -> tuple[str, Path]:
+    """Return the name and the folder of a run: Ray goes on with one that has both.
 
-    The name is that of the script. Without a `folder` it is a new run in `storage_path()`.
+    With --checkpoint-dir the name is that of the script; else it is a new run. Notes in
+    `args.stop_file` where its workers look whether they are to stop.
 
     Raises:
-        BadInput: there is nothing to resume from, a run that is not to be resumed, or
-            `folder` cannot be written to.
+        BadInput: --fresh, and the folder holds something; or it cannot be written to.
     """
-    name = Path(sys.argv[0]).stem
-    if not folder:
-        return f"{name}_{time.strftime('%Y-%m-%d_%H-%M-%S')}", storage_path()
-    exists = (folder / name).exists()
-    if resume and not exists:
-        raise BadInput(f"There is no run in {folder} to resume: leave out --resume.")
-    if exists and not resume:
-        raise BadInput(
-            f"{folder} holds an earlier run: add --resume to go on from it, or name "
-            "another folder."
-        )
-    check_writable(folder)
+    if not args.checkpoint_dir:
+        return new_run(args)
+    prepare_folder(args)
+    name, folder = Path(sys.argv[0]).stem, args.checkpoint_dir
+    print(runs.begin(folder, "the checkpoints" if (folder / name).exists() else None))
+    args.stop_file = folder / name / "stop"
     return name, folder
 
 
-def find_checkpoint(folder: Path | None, resume: bool) -> Path | None:
-    """Return the file in `folder` that a run under torchrun saves to and goes on from.
+def new_run(args: argparse.Namespace) -> tuple[str, Path]:
+    """Return a name that no other run has, and the folder of results; as `find_run`."""
+    folder = storage_path()
+    started = time.strftime("%Y-%m-%d_%H-%M-%S")
+    name = f"{Path(sys.argv[0]).stem}_{started}_{secrets.token_hex(4)}"
+    (folder / name).mkdir()  # raises if somebody has it
+    args.stop_file = folder / name / "stop"
+    return name, folder
 
-    After a restart by torchrun the file may be there without `resume`.
+
+def end_run(result, epochs: int, folder: Path | None) -> None:
+    """Say how a run of Ray Train ended; one that was stopped ends the program.
+
+    Args:
+        result: what `fit` returned; the training function returned where it stands.
+        epochs: how many were to be trained.
+        folder: --checkpoint-dir.
 
     Raises:
-        BadInput: it holds an earlier run, and is not to be resumed; there is nothing to
-            resume; or `folder` cannot be written to.
+        SystemExit: it was stopped; its status tells a scheduler to start it again.
     """
-    if not folder:
-        return None
-    path = folder / "checkpoint.pt"
-    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    if resume:
-        with explain_reading(path):
-            path.open("rb").close()
-    if path.exists() and not (resume or restarted):
-        raise BadInput(
-            f"{path} is the checkpoint of an earlier run: add --resume to go on from it, "
-            "or name another folder."
-        )
-    if os.environ["RANK"] == "0":
-        check_writable(folder)
-    return path
+    from utils import stopping  # here: it imports torch, which takes 2 s
+
+    at = result.return_value
+    if at["epoch"] < epochs:
+        again = at.get("trained_again", 0)
+        lost = f" ({again} rows of this epoch will be trained again)" if again else ""
+        print(f"stopped in epoch {at['epoch'] + 1}: {stopping.what_next(folder)}{lost}")
+        sys.exit(stopping.EXIT_STATUS)
+    print(f"Trained. The last checkpoint is in {result.checkpoint.path}")
+
+
+def prepare_folder(args: argparse.Namespace) -> None:
+    """Check --checkpoint-dir on rank 0, or in the process that Ray is started from.
+
+    Raises:
+        BadInput: as `runs.prepare`.
+    """
+    if args.checkpoint_dir and os.environ.get("RANK", "0") == "0":
+        runs.prepare(args.checkpoint_dir, args.fresh)
 
 
 def check_torchrun() -> int:

@@ -34,15 +34,15 @@ class NoRestartOnBadInput(UserCallback):
                 raise error
 
 
-def run_options(name: str, folder: Path) -> dict:
-    """Return options for `RunConfig(**...)`: of a run that can be resumed by its name.
+def run_options(name: str, folder: Path, keep: int) -> dict:
+    """Return options for `RunConfig(**...)`: of a run that goes on by its name.
 
-    Of its checkpoints, in `folder`, the last is kept. Bad input ends it at once.
+    Of its checkpoints, in `folder`, the newest `keep` are kept. Bad input ends it at once.
     """
     return {
         "name": name,
         "storage_path": str(folder),
-        "checkpoint_config": CheckpointConfig(num_to_keep=1),
+        "checkpoint_config": CheckpointConfig(num_to_keep=keep),
         "callbacks": [NoRestartOnBadInput()],
     }
 

@@ -1,0 +1,246 @@
+"""A scheduler stops a run and starts it again: it ends bit for bit like another one."""
+
+import contextlib
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import scripts, sharding
+from utils import runs, stopping
+from utils.launch import free_port, run_ranks
+
+DDP, RAY = scripts.TRAIN_DDP, scripts.TRAIN_RAY_DDP
+FSDP2, DEEPSPEED = sharding.TRAIN_FSDP2, sharding.TRAIN_DEEPSPEED
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+# What is trained, and what is printed when much of it is left: who is slow to hear of it
+# still stops the run.
+RUNS = {
+    DDP: (["--epochs", "2"], "epoch 1/2"),
+    RAY: (["--epochs", "6", "--batch-size", "64", "--num-workers", "2"], "epoch 1:"),
+    FSDP2: (["--steps", "120", "--save-every", "200"], "step 20/120"),
+    DEEPSPEED: (["--steps", "120", "--save-every", "200"], "step 20/120"),
+}
+
+
+class Job:
+    """A script as a scheduler starts it, always with the same command."""
+
+    def __init__(self, script: Path, folder: Path, *launcher: str, arguments=()):
+        usual, self.middle = RUNS[script]
+        arguments = arguments or usual
+        launcher = launcher or ([] if script == RAY else TORCHRUN)
+        command = [sys.executable, *launcher, script.name, "--smoke-test", *arguments]
+        if script in (FSDP2, DEEPSPEED):
+            command += ["--export", folder / "model.pt"]
+        self.lines: list[str] = []
+        self.process = subprocess.Popen(
+            [*map(str, command), "--checkpoint-dir", str(folder)],
+            cwd=script.parent,
+            env=scripts.environment() | {"PYTHONUNBUFFERED": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.reader = threading.Thread(target=self._read)
+        self.reader.start()
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            self.lines.append(line)
+
+    def said(self, pattern: str) -> str | None:
+        """The first line that holds the pattern, if it has been printed."""
+        return next(
+            (line for line in list(self.lines) if re.search(pattern, line)), None
+        )
+
+    def wait_for(self, pattern: str) -> None:
+        deadline = time.monotonic() + 280
+        while not self.said(pattern):
+            assert self.process.poll() is None, "".join(self.lines)
+            assert time.monotonic() < deadline, "".join(self.lines)
+            time.sleep(0.02)
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+
+    def end(self) -> int:
+        code = self.process.wait(timeout=280)
+        self.reader.join(timeout=30)
+        return code
+
+
+def final(script: Path, folder: Path) -> dict[str, torch.Tensor]:
+    """The weights at the end of a run."""
+    if script in (FSDP2, DEEPSPEED):
+        return torch.load(folder / "model.pt", weights_only=True)
+    files = folder.rglob("*.pt")
+    states = [torch.load(file, weights_only=True) for file in files]
+    return max(states, key=lambda state: state["epoch"])["model"]
+
+
+def assert_equal(ours: dict, theirs: dict) -> None:
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", RUNS, ids=lambda path: path.stem)
+def test_a_run_that_is_stopped_in_its_middle_goes_on_and_ends_the_same(
+    script, tmp_path
+):
+    undisturbed = Job(script, tmp_path / "undisturbed")
+    assert undisturbed.end() == 0, "".join(undisturbed.lines)
+
+    folder = tmp_path / "stopped"
+    first = Job(script, folder)
+    first.wait_for(re.escape(first.middle))
+    first.stop()
+    assert first.end() != 0
+    said = first.said("stopped (in|after)")
+    assert said and "saved, and the same command goes on" in said, "".join(first.lines)
+    again = Job(script, folder)
+    assert again.end() == 0, "".join(again.lines)
+    assert again.said("goes on after"), "".join(again.lines)
+    assert_equal(final(script, folder), final(script, tmp_path / "undisturbed"))
+
+
+@pytest.mark.weekly
+@pytest.mark.parametrize("script", RUNS, ids=lambda path: path.stem)
+def test_a_run_stopped_three_times_at_random_moments_ends_the_same(script, tmp_path):
+    undisturbed = Job(script, tmp_path / "undisturbed")
+    assert undisturbed.end() == 0, "".join(undisturbed.lines)
+    seed = random.randrange(1000)
+    print("seed", seed)
+    moments, folder = random.Random(seed), tmp_path / "stopped"
+    stopped = 0
+    for _ in range(3):
+        job = Job(script, folder)
+        job.wait_for("starts anew|goes on after|nothing is left")
+        time.sleep(moments.uniform(0, 4))
+        job.stop()
+        job.end()
+        stopped += bool(job.said("stopped (in|after)"))
+    assert stopped
+    job = Job(script, folder)
+    assert job.end() == 0, "".join(job.lines)
+    assert_equal(final(script, folder), final(script, tmp_path / "undisturbed"))
+
+
+@pytest.mark.weekly
+@pytest.mark.parametrize("script", RUNS, ids=lambda path: path.stem)
+def test_a_run_killed_at_twenty_moments_of_its_saves_always_goes_on(script, tmp_path):
+    """SIGKILL to all its processes; the next start finds a whole checkpoint or none."""
+    folder, moments = tmp_path / "killed", random.Random(random.randrange(1000))
+    for _ in range(20):
+        job = Job(script, folder)
+        job.wait_for("starts anew|goes on after|nothing is left")
+        deadline = time.monotonic() + moments.uniform(0, 6)
+        writes = ("*.tmp", "step-*", "*/checkpoint_*")
+        before = {path for each in writes for path in folder.glob(each)}
+        while time.monotonic() < deadline and job.process.poll() is None:
+            if {path for each in writes for path in folder.glob(each)} - before:
+                break  # it is saving now
+        time.sleep(moments.uniform(0, 0.05))
+        kill_family(job.process.pid)
+        job.end()
+        assert not job.said("damaged|Traceback"), "".join(job.lines)
+    job = Job(script, folder)
+    assert job.end() == 0, "".join(job.lines)
+
+
+def kill_family(pid: int) -> None:
+    family = [psutil.Process(pid)]
+    family += family[0].children(recursive=True)
+    for process in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_another_run_survives_a_restart_by_torchrun(tmp_path):
+    """The refusal is a failure, too, after which torchrun starts the ranks again."""
+    first = Job(DDP, tmp_path)
+    assert first.end() == 0, "".join(first.lines)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    other = ["--epochs", "3", "--lr", "0.01"]
+    job = Job(DDP, tmp_path, *TORCHRUN, "--max-restarts=1", arguments=other)
+    assert job.end() != 0
+    assert job.said(r"is of a run with --lr 0.0003, and this one has --lr 0.01: use")
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.slow
+def test_one_node_grows_to_two_without_a_restart_to_spare(tmp_path):
+    """torchrun stops the ranks there are, and starts them with those of the new node."""
+    at = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
+    at += ["--rdzv-id=grows", "--local-addr=127.0.0.1", "--max-restarts=0"]
+    at += ["--nnodes=1:2", "--nproc_per_node=1"]
+
+    def node(hosts_store: bool) -> Job:
+        conf = f"--rdzv-conf=is_host={hosts_store},last_call_timeout=1"
+        launcher = ["-m", "torch.distributed.run", *at, conf]
+        return Job(DDP, tmp_path, *launcher, arguments=["--epochs", "4"])
+
+    first = node(True)
+    first.wait_for("epoch 1/4")
+    second = node(False)
+    ended = first.end(), second.end()
+    said = "".join([*first.lines, *second.lines])
+    assert ended == (0, 0), said
+    assert "1 workers on cpu" in said and "2 workers on cpu" in said
+    assert re.search(r"goes on after epoch \d", said) and "epoch 4/4" in said
+    newest = torch.load(runs.newest(tmp_path), weights_only=True)
+    assert newest["epoch"] == 4
+
+
+def test_all_ranks_stop_after_the_same_step_if_one_is_asked():
+    def steps() -> int:
+        dist.init_process_group("gloo")
+        stop = stopping.Stop()
+        for step in range(100):
+            if step == 3 and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if stop.agreed() == stopping.STOP:
+                return step
+        return -1
+
+    assert run_ranks(steps, 3) == [3, 3, 3]
+
+
+def test_under_ray_a_file_asks_and_a_notice_saves_once(tmp_path, monkeypatch):
+    def answers() -> list[int]:
+        dist.init_process_group("gloo")
+        stopping.NOTICE_EVERY_S = 0.0
+        noticed = [None, None, "a node will be gone", "a node will be gone"]
+        stop = stopping.Stop(tmp_path / "stop", lambda: noticed.pop(0))
+        found = [stop.agreed() for _ in range(4)]
+        if dist.get_rank() == 0:
+            (tmp_path / "stop").touch()
+        noticed.append(None)
+        return [*found, stop.agreed()]
+
+    nothing, save, stop = stopping.NOTHING, stopping.SAVE, stopping.STOP
+    assert run_ranks(answers, 2) == [[nothing, nothing, save, nothing, stop]] * 2
+
+
+def test_sigterm_is_passed_on_once(tmp_path):
+    file = tmp_path / "run" / "stop"
+    before = signal.getsignal(signal.SIGTERM)
+    with stopping.passed_on(file):
+        assert not file.exists()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert file.exists()
+        assert signal.getsignal(signal.SIGTERM) == before
+    assert not file.exists()

@@ -1,0 +1,119 @@
+"""A run in the folder of its checkpoints: what is there, whose it is, and what is kept.
+
+A checkpoint is a file or a folder named after the steps done, as in `step-000050.pt`.
+"""
+
+import contextlib
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from utils.checkpoint_files import check_writable
+from utils.errors import BadInput
+
+NAME = re.compile(r"step-(\d+)")
+
+
+def steps(checkpoint: Path) -> int:
+    """Return the number of steps in the name of a checkpoint."""
+    return int(NAME.match(checkpoint.name)[1])
+
+
+def defining(args, *names: str) -> dict[str, object]:
+    """Return the settings that define a training: the script, and options of `args`."""
+    options = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
+    return {"script": Path(sys.argv[0]).name} | options
+
+
+def newest(
+    folder: Path, is_whole: Callable[[Path], bool] = lambda path: True
+) -> Path | None:
+    """Return the whole checkpoint with the most steps in `folder`; None if there is none.
+
+    By number: as text, step-999950 would beat step-1000000.
+    """
+    return max(filter(is_whole, _all(folder)), key=steps, default=None)
+
+
+def prepare(folder: Path, fresh: bool) -> None:
+    """Create the folder of a run if needed, and check that it can be written to.
+
+    Args:
+        folder: of the run's checkpoints.
+        fresh: whether it may not hold anything yet.
+
+    Raises:
+        BadInput: it holds something and should not, or it cannot be written to.
+    """
+    if fresh and folder.is_dir() and any(folder.iterdir()):
+        raise BadInput(
+            f"{folder} is not empty, and --fresh starts in an empty folder: name another "
+            "one, or leave out --fresh to go on from what is there."
+        )
+    check_writable(folder)
+
+
+def begin(folder: Path, done: str | None, is_finished: bool = False) -> str:
+    """Return the line that says where a run begins.
+
+    Args:
+        folder: of its checkpoints.
+        done: what the newest one has, as in "epoch 3"; None if there is none.
+        is_finished: whether nothing is left to train.
+    """
+    if not done:
+        return f"starts anew: {folder.name} holds no checkpoint yet"
+    if is_finished:
+        return f"nothing is left to train after {done} of {folder.name}: ask for more"
+    return f"goes on after {done} of {folder.name}"
+
+
+def check_same(checkpoint: Path, saved: dict | None, now: dict | None) -> None:
+    """Check that a checkpoint is of this very run: what defines the training is equal.
+
+    Args:
+        checkpoint: it is named in the sentence.
+        saved: the settings in it, by name.
+        now: those of the command line.
+
+    Raises:
+        BadInput: some are different; says which.
+    """
+    saved, now = saved or {}, now or {}
+    names = sorted(saved.keys() | now.keys())
+    apart = [n for n in names if saved.get(n) != now.get(n)]
+    if apart:
+        was = ", ".join(f"{name} {saved.get(name)}" for name in apart)
+        wanted = ", ".join(f"{name} {now.get(name)}" for name in apart)
+        raise BadInput(
+            f"{checkpoint} is of a run with {was}, and this one has {wanted}: use the same "
+            "settings to go on from it, or name another folder. Nothing was changed."
+        )
+
+
+def keep_newest(
+    folder: Path, number: int, is_whole: Callable[[Path], bool] = lambda path: True
+) -> None:
+    """Delete all whole checkpoints but the newest `number`, and what is cut off.
+
+    Cut off is what a killed save has left: as large as a checkpoint, and of no use. Call
+    it on one rank, while no rank saves.
+    """
+    kept = sorted(filter(is_whole, _all(folder)), key=steps)[-number:]
+    for path in [*_all(folder), *folder.glob(".step-*.tmp")]:
+        if path not in kept:
+            _delete(path)
+
+
+def _all(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("step-*") if NAME.match(path.name)]
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
