@@ -13,8 +13,12 @@ TRAIN_RAY_DDP_WITH_RAY_DATA = TRAIN_RAY_DDP.with_name("train_ray_ddp_with_ray_da
 
 
 def environment() -> dict[str, str]:
-    """A reader's: without the settings of Ray that utils.cluster has made here."""
-    return {n: value for n, value in os.environ.items() if not n.startswith("RAY_")}
+    """A reader's: without the settings of Ray that utils.cluster has made here.
+
+    What stays is where Ray keeps its files (tests/lanes.py).
+    """
+    ours = {n for n in os.environ if n.startswith("RAY_")} - {"RAY_TMPDIR"}
+    return {n: value for n, value in os.environ.items() if n not in ours}
 
 
 def load(path: Path) -> ModuleType:

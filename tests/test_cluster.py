@@ -11,7 +11,7 @@ import pytest
 
 from tests import scripts
 
-pytestmark = pytest.mark.part02
+pytestmark = [pytest.mark.part02, pytest.mark.xdist_group("ray")]
 
 PROGRAM = """
 import json, os

@@ -24,7 +24,7 @@ from ray.train.torch import TorchTrainer
 
 from utils.events import note, noted, wait_for, when
 
-pytestmark = [pytest.mark.part02, pytest.mark.slow]
+pytestmark = [pytest.mark.part02, pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
 EPOCHS = 4
 

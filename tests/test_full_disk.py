@@ -81,6 +81,7 @@ def test_under_torchrun_the_last_line_is_the_sentence(small_disk):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("ray")
 def test_under_ray_the_last_line_is_the_sentence(small_disk):
     """Ray's copy to the storage of the run fails, on the worker that reports."""
     arguments = ["--num-workers", 1, "--epochs", 1, "--batch-size", 1400]

@@ -13,7 +13,7 @@ from jupyter_client.manager import KernelManager
 from tests import scripts
 from tests.tools.notebooks.execution import RECORDING_ENVIRONMENT, end_left_over
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
 RANKS = """
 import os, time

@@ -19,7 +19,7 @@ from tests import scripts
 from utils import nodes
 from utils.processes import free_port
 
-pytestmark = [pytest.mark.part02, pytest.mark.slow]
+pytestmark = [pytest.mark.part02, pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
 RAY = [nodes.python(), "-m", "ray.scripts.scripts"]  # what `ray` is
 # Who has joined also finds the cluster's state and jobs, and so do the commands it starts.

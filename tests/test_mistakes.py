@@ -16,7 +16,7 @@ PROBE = """
 import subprocess, sys
 from pathlib import Path
 from utils.cluster import start_ray
-import ray
+import pytest, ray
 from utils.launch import run_ranks
 
 OURS = str(Path(__file__).parents[1] / "utils" / "__init__.py")
@@ -36,6 +36,7 @@ def test_under_torchrun(tmp_path):
     found = subprocess.check_output(command, cwd=tmp_path, text=True, timeout=60)
     assert found.split() == [OURS] * 2
 
+@pytest.mark.xdist_group("ray")
 def test_in_a_task_of_ray():
     start_ray(1)
     found = ray.get(ray.remote(where).remote())

@@ -11,7 +11,7 @@ import pytest
 from tests import scripts
 from utils.processes import free_port
 
-pytestmark = [pytest.mark.part02, pytest.mark.slow]
+pytestmark = [pytest.mark.part02, pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
 produce = scripts.load(
     scripts.ROOT / "02-ddp-pytorch-ray/cluster/monitoring/produce.py"

@@ -64,7 +64,9 @@ class Cluster(NamedTuple):
         ours |= {"RAY_ADDRESS": f"{self.head.address}:6379", "HOME": str(self.local)}
         # here, as on Debian, a host name stands for a machine's own address
         ours |= {"GLOO_SOCKET_IFNAME": "eth0", "RAY_USAGE_STATS_ENABLED": "0"}
-        return scripts.environment() | ours
+        found = scripts.environment() | ours
+        del found["RAY_TMPDIR"]  # each machine has its own /tmp/ray
+        return found
 
     def start(self, machine: Machine, *options: str, **environment: str) -> None:
         """Start Ray on a machine; returns when it runs."""

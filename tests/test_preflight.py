@@ -11,7 +11,7 @@ import torch
 from utils import preflight
 from utils.errors import BadInput
 
-pytestmark = pytest.mark.part02
+pytestmark = [pytest.mark.part02, pytest.mark.xdist_group("ray")]
 
 
 @pytest.fixture(scope="module")

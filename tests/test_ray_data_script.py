@@ -27,7 +27,7 @@ from utils.datasets import write_shards
 from utils.datasets.shards import encode_png
 from utils.errors import BadInput
 
-pytestmark = pytest.mark.part02
+pytestmark = [pytest.mark.part02, pytest.mark.xdist_group("ray")]
 
 script = scripts.load(scripts.TRAIN_RAY_DDP_WITH_RAY_DATA)
 GOES_ON = Mock(agreed=lambda: stopping.NOTHING)  # nobody asks it to stop

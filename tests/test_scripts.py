@@ -21,7 +21,7 @@ from utils import datasets
 from utils.errors import BadInput
 from utils.launch import run_ranks
 
-pytestmark = [pytest.mark.part01, pytest.mark.part02]
+pytestmark = [pytest.mark.part01, pytest.mark.part02, pytest.mark.xdist_group("ray")]
 
 
 def train_on_two_ranks(*arguments) -> tuple[str, str]:

@@ -78,8 +78,10 @@ def is_loopback(address: str) -> bool:
 @pytest.mark.parametrize(
     "how",
     [
-        "fit",
-        pytest.param("fit on nodes", marks=pytest.mark.weekly),
+        pytest.param("fit", marks=pytest.mark.xdist_group("ray")),
+        pytest.param(
+            "fit on nodes", marks=[pytest.mark.weekly, pytest.mark.xdist_group("ray")]
+        ),
         "run_ranks",
         "torchrun",
     ],

@@ -81,7 +81,13 @@ def kill_one(job: subprocess.Popen, workers: Callable, saved: Callable) -> str:
 @pytest.mark.parametrize(
     ("script", "launcher", "workers"),
     [
-        pytest.param(FSDP2, [], workers_of_ray, id="FSDP2, Ray"),
+        pytest.param(
+            FSDP2,
+            [],
+            workers_of_ray,
+            id="FSDP2, Ray",
+            marks=pytest.mark.xdist_group("ray"),
+        ),
         pytest.param(DEEPSPEED, TORCHRUN, psutil.Process.children, id="ZeRO, torchrun"),
     ],
 )

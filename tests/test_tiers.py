@@ -6,6 +6,7 @@ These runs of pytest have the options and plugins of this project.
 import ast
 import os
 import re
+import shutil
 import subprocess
 import sys
 import warnings
@@ -33,10 +34,15 @@ class Project:
         startup.mkdir(parents=True)
         (startup / "note.py").write_text(STARTED)
 
-    def notebook(self, name: str, *sources: str) -> None:
+    def notebook(self, name: str, *sources: str, raises: bool = False) -> None:
+        """Write a notebook without outputs; the first cell `raises` by dividing by zero."""
         cells = [nbformat.v4.new_code_cell(source) for source in sources]
         for count, cell in enumerate(cells, 1):
             cell.execution_count = count
+        if raises:
+            cells[0].metadata.tags = ["raises-exception"]
+            said = {"ename": "ZeroDivisionError", "evalue": "division by zero"}
+            cells[0].outputs = [nbformat.v4.new_output("error", traceback=[], **said)]
         (self.folder / name).parent.mkdir(exist_ok=True)
         nbformat.write(nbformat.v4.new_notebook(cells=cells), self.folder / name)
 
@@ -44,6 +50,7 @@ class Project:
         """Run pytest; the outcome of each test, and all that was printed as "output"."""
         self.started.write_text("")
         command = [sys.executable, "-m", "pytest", "-rA", "-p", "conftest"]
+        command += ["--no-fold-skipped"]
         command += ["-c", notebooks.ROOT / "pyproject.toml", "--rootdir", self.folder]
         command += ["-o", f"cache_dir={self.folder / 'cache'}", *arguments]
         paths = {
@@ -127,32 +134,102 @@ def test_marks_choose_and_a_failed_cell_brings_its_notebook(project):
 
 
 NOTE = """
-import os, time
+import os, pytest
 from pathlib import Path
 
-def test_where():  # {text}
-    began = time.time()
-    time.sleep(1)
-    lane = os.environ["PYTEST_XDIST_WORKER"]
-    Path(__file__).with_suffix(".txt").write_text(f"{{lane}} {{began}} {{time.time()}}")
+pytestmark = [{marks}]
+
+@pytest.fixture(scope="module", autouse=True)
+def note():
+    file = Path(__file__).with_suffix(".txt")
+    with file.open("a") as written:  # twice where two lanes have tests of this file
+        written.write(os.environ["PYTEST_XDIST_WORKER"] + "\\n")
+
+@pytest.mark.parametrize("number", range(9))
+def test_some(number): assert number < {right}
 """
+RAY = 'pytest.mark.xdist_group("ray")'
 
 
 @pytest.mark.slow
-def test_what_starts_ray_waits_for_its_turn_and_the_rest_does_not(project):
-    texts = {"a": "start_ray(1)", "b": "TRAIN_RAY_DDP", "c": "", "d": "start_ray"}
-    for name, text in texts.items():
-        (project.folder / f"test_{name}.py").write_text(NOTE.format(text=text))
-    project.run("-n", "2", ".")
-    found = [(project.folder / f"test_{n}.txt").read_text().split() for n in "abcd"]
-    (first, _, ended), (second, began, _), *others = found
-    assert first == second and float(began) >= float(ended)
-    assert {first} | {lane for lane, *_ in others} == {"gw0", "gw1"}
+def test_what_starts_ray_is_in_one_lane_and_each_file_in_one(project):
+    """And no name of a test tells of its lane: `--lf` would not find it."""
+    marks = {"a": RAY, "b": "", "c": RAY, "d": "", "e": "", "f": RAY}
+    for name, mark in marks.items():
+        right = 8 if name == "e" else 9
+        note = NOTE.format(marks=mark, right=right)
+        (project.folder / f"test_{name}.py").write_text(note)
+    project.notebook("02-part/a.ipynb", "a = 1", "b = a", "1 / int(b < 1)", "c = b")
+    wrong = {"test_e.py::test_some[8]", "a.ipynb::Cell 2"}
+    found = project.run("-n", "2", "--nbval", ".")
+    assert not any("@" in name for name in found)
+    assert {name for name, state in found.items() if state == "FAILED"} == wrong
+    lanes = {n: (project.folder / f"test_{n}.txt").read_text().split() for n in marks}
+    assert all(len(each) == 1 for each in lanes.values()), lanes
+    assert lanes["a"] == lanes["c"] == lanes["f"]
+    assert {lane for (lane,) in lanes.values()} == {"gw0", "gw1"}
+    assert project.started.read_text().count("\n") == 1
+
+    found = project.run("-n", "2", "--lf", ".")
+    assert {name for name in found if "test_" in name} == wrong - {"a.ipynb::Cell 2"}
+    assert sum(".ipynb" in name for name in found) == 4  # all cells of that notebook
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+def test_what_starts_ray_without_its_mark_fails(project):
+    ours = "from utils.cluster import start_ray; start_ray(1)"
+    (project.folder / "test_tiny.py").write_text(
+        "import subprocess, sys\n"
+        "from tests import scripts\n"
+        "def test_starts_ray():\n"
+        f"    command = [sys.executable, '-c', {ours!r}]\n"
+        "    subprocess.run(command, env=scripts.environment(), check=True)\n"
+        "def test_starts_none(): pass\n"
+    )
+    found = project.run("test_tiny.py")
+    output = found.pop("output")
+    assert found["test_tiny.py::test_starts_none"] == "PASSED"
+    assert found["test_tiny.py::test_starts_ray"] == "ERROR"  # once it had passed
+    assert "It starts a Ray outside of the lane" in output
+    logs = Path(re.search(r"^Logs of Ray: (.*)", output, re.M)[1])
+    assert [*logs.glob("ray/session_2*/logs/raylet.out")]
+    shutil.rmtree(logs)
+
+
+@pytest.mark.slow
+def test_below_a_cell_that_failed_none_is_run(project):
+    """One that raises as it should has not failed."""
+    note = "_ = open('ran', 'a').write('{}')"
+    project.notebook("02-part/a.ipynb", "1 / 0", note.format("a"), note.format("a"))
+    project.notebook("02-part/b.ipynb", "1 / 0", note.format("b"), raises=True)
+    project.notebook("02-part/c.ipynb", "pass", note.format("c"), raises=True)
+    found = project.run("--nbval", "02-part")
+    output = found.pop("output")
+    assert found == {
+        "a.ipynb::Cell 0": "FAILED",
+        "a.ipynb::Cell 1": "SKIPPED",
+        "a.ipynb::Cell 2": "SKIPPED",
+        "b.ipynb::Cell 0": "PASSED",
+        "b.ipynb::Cell 1": "PASSED",
+        "c.ipynb::Cell 0": "FAILED",
+        "c.ipynb::Cell 1": "SKIPPED",
+    }
+    assert (project.folder / "02-part" / "ran").read_text() == "b"
+    assert "a cell above it failed" in output and "ZeroDivisionError" in output
+    assert "not allowed here" not in output
 
 
 @pytest.mark.slow
 def test_what_hangs_is_stopped_and_the_others_go_on(project):
-    project.notebook("02-part/a.ipynb", "import time; time.sleep(1000)")
+    project.notebook("02-part/a.ipynb", "import time; time.sleep(1000)", "b = 1")
+    stubborn = (
+        "import time\n"
+        "while True:\n"
+        "    try: time.sleep(1)\n"
+        "    except KeyboardInterrupt: print('no')"
+    )
+    project.notebook("02-part/c.ipynb", stubborn, "time.sleep(1000)")
     project.notebook("02-part/b.ipynb", "a = 1")
     (project.folder / "test_tiny.py").write_text(
         "import pytest, subprocess, time\n"
@@ -163,17 +240,20 @@ def test_what_hangs_is_stopped_and_the_others_go_on(project):
         "def test_right(): pass\n"
         "def test_skipped(): pytest.skip('no time')\n"
     )
-    limits = ["-o", "timeout=6", "--nbval-cell-timeout=3"]
+    limits = ["-o", "timeout=15", "--nbval-cell-timeout=3"]
     found = project.run("--nbval", *limits, "test_tiny.py", "02-part")
     output = found.pop("output")
     assert found == {
         "a.ipynb::Cell 0": "FAILED",
+        "a.ipynb::Cell 1": "SKIPPED",
         "b.ipynb::Cell 0": "PASSED",
+        "c.ipynb::Cell 0": "FAILED",
+        "c.ipynb::Cell 1": "SKIPPED",
         "test_tiny.py::test_hangs": "FAILED",
         "test_tiny.py::test_right": "PASSED",
         "test_tiny.py::test_skipped": "FAILED",
     }
-    assert "Timeout (>6.0s) from pytest-timeout" in output
+    assert "Timeout (>15.0s) from pytest-timeout" in output
     assert "KeyboardInterrupt" in output  # as nbval says it
     assert "Skipped: no time" in output
     assert "list its reason in tests/skips.py" in output
