@@ -1,0 +1,28 @@
+"""How long tests wait for what has to come, and how they do it."""
+
+import subprocess
+import time
+from collections.abc import Callable
+from typing import Any
+
+# Seconds. It costs nothing where the event comes; a slow and busy host needs some of them.
+PATIENCE = 900
+
+
+def wait_until(
+    true: Callable[[], Any],
+    job: subprocess.Popen | None = None,
+    said: Callable[[], object] = str,
+) -> Any:
+    """Wait until `true()`, and return what that is.
+
+    Args:
+        job: has to go on meanwhile.
+        said: what to show if it does not come, as the text of a log.
+    """
+    deadline = time.monotonic() + PATIENCE
+    while not (found := true()):
+        assert job is None or job.poll() is None, f"it ended before: {said()}"
+        assert time.monotonic() < deadline, f"not so after {PATIENCE} s: {said()}"
+        time.sleep(0.1)
+    return found
