@@ -16,6 +16,7 @@ import pytest
 from nbval.plugin import IPyNbCell, IPyNbFile
 
 from tests import scripts
+from tests.patience import PATIENCE
 from tests.tools.notebooks.execution import RECORDING_ENVIRONMENT, end_left_over
 
 pytest_plugins = ["tests.tiers", "tests.lanes", "tests.skips", "tests.tools.seconds"]
@@ -94,7 +95,7 @@ def small_disk(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)]
-    if subprocess.run(mount, capture_output=True, timeout=30).returncode:
+    if subprocess.run(mount, capture_output=True, timeout=PATIENCE).returncode:
         pytest.skip("this user may not mount a disk to fill up")
     yield disk
-    subprocess.run(["umount", "-l", str(disk)], check=True, timeout=30)
+    subprocess.run(["umount", "-l", str(disk)], check=True, timeout=PATIENCE)

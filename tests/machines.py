@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.patience import PATIENCE
+
 ADDRESS = "10.77.0.{}"  # inside of the namespaces only
 
 
@@ -99,7 +101,7 @@ class Machine:
         """Cut its power."""
         if self._power:
             self._power.kill()
-            self._power.wait(30)
+            self._power.wait(PATIENCE)
         _ip("netns", "del", self._name)
 
 
@@ -135,7 +137,7 @@ def _ip(*arguments: str) -> None:
         OSError: it refuses.
     """
     done = subprocess.run(
-        ["ip", *arguments], capture_output=True, text=True, timeout=30
+        ["ip", *arguments], capture_output=True, text=True, timeout=PATIENCE
     )
     if done.returncode:
         raise OSError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")

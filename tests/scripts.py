@@ -1,9 +1,12 @@
 """The take-away scripts of the numbered folders, as paths and as modules."""
 
+import contextlib
 import importlib.util
 import os
 from pathlib import Path
 from types import ModuleType
+
+import psutil
 
 ROOT = Path(__file__).parent.parent
 TRAIN_DDP = ROOT / "01-ddp-pytorch-only" / "train_ddp.py"
@@ -27,3 +30,21 @@ def load(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def workers_of_ray(driver: psutil.Process) -> list[psutil.Process]:
+    """The processes of a driver's training workers.
+
+    Not what they start, which has their title until it is another program: killed, none of
+    the workers is gone.
+    """
+
+    def is_worker(process: psutil.Process) -> bool:
+        return "RayTrainWorker" in " ".join(process.cmdline())
+
+    found = []
+    for process in driver.children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if is_worker(process) and not is_worker(process.parent()):
+                found.append(process)
+    return found

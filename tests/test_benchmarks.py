@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests import sharding
+from tests.patience import PATIENCE
 from tests.tools import notebooks, seconds
 from tests.tools.benchmarks import __main__ as benchmark
 from tests.tools.benchmarks import (
@@ -358,7 +359,7 @@ def test_what_torchrun_starts_imports_no_more_than_a_script_does():
     """Else Ray Train's start would be compared with one that imports Ray as well."""
     loaded = "import sys, tests.tools.benchmarks.loop; print(*sys.modules)"
     done = subprocess.check_output(
-        [sys.executable, "-c", loaded], cwd=notebooks.ROOT, text=True, timeout=120
+        [sys.executable, "-c", loaded], cwd=notebooks.ROOT, text=True, timeout=PATIENCE
     )
     names = {name.partition(".")[0] for name in done.split()}
     assert "torch" in names

@@ -13,6 +13,7 @@ import sys
 import pytest
 
 from tests import scripts
+from tests.patience import PATIENCE
 from utils.processes import free_port
 
 pytestmark = pytest.mark.part01
@@ -58,7 +59,7 @@ def exit_codes(launches: int) -> list[str]:
         env=os.environ | {"PYTHONPATH": str(scripts.ROOT)},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=PATIENCE,
     )
     return done.stdout.splitlines()
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests import scripts
+from tests.network import nobody_listens
+from tests.patience import PATIENCE
 
 pytestmark = [pytest.mark.part02, pytest.mark.xdist_group("ray")]
 
@@ -68,7 +70,7 @@ def run(program: str, **environment) -> subprocess.CompletedProcess:
         env=os.environ | {"REPOSITORY": str(scripts.ROOT)} | environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
     )
 
 
@@ -186,11 +188,10 @@ def test_a_request_that_fits_no_node_is_said(started):
 @pytest.mark.slow
 def test_a_cluster_that_does_not_answer_is_said():
     program = "from utils.cluster import start_ray\nstart_ray()"
-    done = run(
-        program, RAY_ADDRESS="127.0.0.1:1", RAY_gcs_rpc_server_connect_timeout_s="1"
-    )
+    address = nobody_listens()
+    done = run(program, RAY_ADDRESS=address, RAY_gcs_rpc_server_connect_timeout_s="1")
     assert done.returncode == 1
-    assert "No Ray cluster answers at RAY_ADDRESS=127.0.0.1:1" in done.stderr
+    assert f"No Ray cluster answers at RAY_ADDRESS={address}:" in done.stderr
 
 
 REFUSED = """

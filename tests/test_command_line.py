@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE
 from utils import command_line, datasets
 from utils.errors import BadInput
 
@@ -70,7 +71,7 @@ def test_smoke_test_sets_the_mode(monkeypatch):
 
 def test_started_alone_a_script_ends_with_the_sentence(script):
     command = [sys.executable, script, "--fresh"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 1
     assert done.stderr == (
         "a_script.py: --fresh needs --checkpoint-dir: name the folder to start in.\n"
@@ -88,7 +89,7 @@ def test_started_alone_a_script_ends_with_the_sentence(script):
 def test_under_torchrun_the_summary_ends_with_the_sentence(script, arguments, sentence):
     """Whichever rank has it, and whatever the others fail with because of it."""
     command = ["torchrun", "--standalone", "--nproc_per_node=2", script, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 1
     cause = done.stderr[done.stderr.index("Root Cause") :].splitlines()
     assert cause[-2].strip().startswith(f"traceback : a_script.py: {sentence}")
@@ -110,7 +111,7 @@ def test_under_torchrun_the_summary_ends_with_the_sentence(script, arguments, se
 def test_a_mistake_keeps_its_traceback(mistake, says, tmp_path):
     path = mistaken(tmp_path, mistake)
     done = subprocess.run(
-        [sys.executable, path], capture_output=True, text=True, timeout=60
+        [sys.executable, path], capture_output=True, text=True, timeout=PATIENCE
     )
     assert done.returncode == 1
     assert f'File "{path}", line 6, in main' in done.stderr
@@ -131,7 +132,7 @@ def mistaken(folder: Path, mistake: str) -> Path:
 def test_under_torchrun_the_summary_has_the_traceback_of_a_mistake(tmp_path):
     path = mistaken(tmp_path, "['cat'].index('dog')")
     command = ["torchrun", "--standalone", "--nproc_per_node=2", path]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 1
     cause = done.stderr[done.stderr.index("Root Cause") :]
     assert f'File "{path}", line 6, in main' in cause

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -17,6 +16,7 @@ import nbformat
 import pytest
 
 from tests import readme, workflow
+from tests.patience import PATIENCE, wait_until
 from tests.readme import typed
 from tests.tools import notebooks
 from tests.tools.notebooks.__main__ import tour
@@ -104,12 +104,7 @@ def test_lab_serves_the_first_notebook(tmp_path):
         )
 
     def wait_for(answer: Callable):
-        deadline = time.monotonic() + 120
-        while (found := answer()) is None:
-            assert job.poll() is None, log.read_text()
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.1)
-        return found
+        return wait_until(answer, job, log.read_text)
 
     try:
         printed = re.compile(r"http://127\.0\.0\.1:\d+/lab\S*token=\w+")
@@ -124,13 +119,13 @@ def test_lab_serves_the_first_notebook(tmp_path):
     finally:
         with contextlib.suppress(ProcessLookupError):  # it has ended by itself
             os.killpg(job.pid, signal.SIGTERM)
-        job.wait(timeout=30)
+        job.wait(timeout=PATIENCE)
 
 
 def status(url: str) -> int | None:
     """The status of a server's answer; None if nobody listens."""
     try:
-        with urllib.request.urlopen(url, timeout=30) as answer:
+        with urllib.request.urlopen(url, timeout=PATIENCE) as answer:
             return answer.status
     except urllib.error.HTTPError as error:
         return error.code

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from tests.patience import PATIENCE
 from utils import comms
 from utils.errors import BadInput
 from utils.launch import run_ranks
@@ -75,7 +76,7 @@ def test_calls_and_bytes():
         for name, payload, sent, _ in COLLECTIVES
     ]
     expected.append(({}, {}, 0))  # neither arithmetic nor a barrier sends a tensor
-    for counted in run_ranks(count_each, N, timeout=60):
+    for counted in run_ranks(count_each, N, timeout=PATIENCE):
         assert counted == expected
 
 
@@ -97,7 +98,7 @@ def test_ddp_sends_each_gradient_once():
         dist.destroy_process_group()
         return dict(counts.calls), dict(counts.payload), parameters
 
-    few, many = (run_ranks(run, N, mb, timeout=100)[0] for mb in (100, 5))
+    few, many = (run_ranks(run, N, mb, timeout=PATIENCE)[0] for mb in (100, 5))
     for calls, payload, parameters in (few, many):
         assert payload == {"allreduce": parameters}
         assert list(calls) == ["allreduce"]
@@ -156,6 +157,6 @@ def test_ring_sends_what_the_formula_says():
         return torch.cat(chunks).tolist(), sent
 
     expected = [3 * value + 0 + 1 + 2 for value in range(12)]
-    for result, sent in run_ranks(ring, 3, timeout=60):
+    for result, sent in run_ranks(ring, 3, timeout=PATIENCE):
         assert result == expected
         assert sent == comms.allreduce_bytes(12 * 4, 3)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from tests.patience import PATIENCE
 from tests.tools.notebooks import ROOT
 from utils import doctor
 
@@ -22,7 +23,7 @@ def run_doctor(python=sys.executable, **environment):
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
     )
 
 
@@ -62,7 +63,7 @@ def test_this_environment_passes_what_does_not_depend_on_the_machine():
 
 def test_works_without_any_package(tmp_path):
     command = [sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"]
-    subprocess.run(command, check=True, timeout=60)
+    subprocess.run(command, check=True, timeout=PATIENCE)
     answer = run_doctor(tmp_path / "bare" / "bin" / "python", WORKSHOP_MODE="smoke")
     assert answer.returncode == 1, answer.stderr
     assert answer.stderr == ""
@@ -167,7 +168,7 @@ def test_a_reader_that_stops_reading_sees_no_traceback():
     job.stdout.close()
     job.stdin.close()
     assert job.stderr.read() == b""
-    assert job.wait(timeout=60) == 1
+    assert job.wait(timeout=PATIENCE) == 1
     job.stderr.close()
 
 

@@ -17,6 +17,7 @@ from IPython.core.inputtransformer2 import TransformerManager
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tests.patience import PATIENCE
 from tests.readme import typed
 from tests.tools.notebooks import ROOT, all_notebooks
 from utils import doctor
@@ -170,7 +171,7 @@ def test_last_line_is_this_package_importable_from_everywhere(tmp_path):
     assert LINES[-1] == "-e ."
     code = "import utils; print(utils.__file__)"
     command = [sys.executable, "-c", code]
-    answer = subprocess.check_output(command, cwd=tmp_path, text=True, timeout=120)
+    answer = subprocess.check_output(command, cwd=tmp_path, text=True, timeout=PATIENCE)
     assert Path(answer.strip()) == ROOT / "utils" / "__init__.py"
 
 
@@ -189,7 +190,7 @@ def test_import_ray_parses_no_grammar():
     """jsonschema from 4.25 on would load it, and make every Ray process 1 s slower."""
     code = "import sys, ray; print(*sys.modules)"
     command = [sys.executable, "-c", code]
-    modules = subprocess.check_output(command, text=True, timeout=120).split()
+    modules = subprocess.check_output(command, text=True, timeout=PATIENCE).split()
     assert "ray" in modules
     assert "rfc3987_syntax" not in modules
 
@@ -206,7 +207,7 @@ def test_make_alone_prints_every_target():
     targets = re.search(r"^\.PHONY: (.+)$", makefile, re.MULTILINE)[1].split()
     # Under `make test` it would also print which folder it enters.
     command = [*typed("make"), "--no-print-directory"]
-    shown = subprocess.check_output(command, cwd=ROOT, text=True, timeout=120)
+    shown = subprocess.check_output(command, cwd=ROOT, text=True, timeout=PATIENCE)
     lines = shown.splitlines()
     assert [line.split()[:2] for line in lines] == [["make", t] for t in targets]
     assert all(line.split()[2:] for line in lines)  # and what each one does

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests import scripts
+from tests.patience import PATIENCE
 from utils import checkpoint_files
 from utils.errors import BadInput
 
@@ -46,7 +47,7 @@ def launch(command: list, path, *arguments) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=200,
+        timeout=PATIENCE,
     )
     assert done.returncode == 1, done.stdout
     return [line for line in done.stdout.splitlines() if line.strip("= ")][-1]

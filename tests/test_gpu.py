@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from tests import scripts
+from tests.patience import PATIENCE
 from tests.tools import gpu, notebooks
 from utils import command_line, memory, models, settings
 
@@ -167,7 +168,7 @@ def test_without_a_gpu_it_says_so():
         env=scripts.environment() | {"CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
     )
     sentence = (
         "There is no GPU that torch can use here: `make doctor` says what it sees.\n"

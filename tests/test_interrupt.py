@@ -3,7 +3,6 @@
 The kernel is a real one. Jupyter's stop sends SIGINT to it and to what it started.
 """
 
-import time
 import uuid
 
 import psutil
@@ -11,6 +10,7 @@ import pytest
 from jupyter_client.manager import KernelManager
 
 from tests import scripts
+from tests.patience import PATIENCE, wait_until
 from tests.tools.notebooks.execution import RECORDING_ENVIRONMENT, end_left_over
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
@@ -66,7 +66,7 @@ class Kernel:
         )
         self.client = self.manager.client()
         self.client.start_channels()
-        self.client.wait_for_ready(timeout=60)
+        self.client.wait_for_ready(timeout=PATIENCE)
 
     def run(self, code: str, files=()) -> tuple[str, str]:
         """Run a cell, and stop it once all `files` are there.
@@ -76,10 +76,10 @@ class Kernel:
         """
         request, shown = self.client.execute(code), []
         if files:
-            wait_until(lambda: all(file.exists() for file in files), 120)
+            wait_until(lambda: all(file.exists() for file in files))
             self.manager.interrupt_kernel()
         while True:
-            message = self.client.get_iopub_msg(timeout=120)
+            message = self.client.get_iopub_msg(timeout=PATIENCE)
             content = message["content"]
             if message["parent_header"].get("msg_id") != request:
                 continue
@@ -89,7 +89,7 @@ class Kernel:
                 content.get("text") or content.get("data", {}).get("text/plain")
             )
         while True:
-            reply = self.client.get_shell_msg(timeout=60)
+            reply = self.client.get_shell_msg(timeout=PATIENCE)
             if reply["parent_header"]["msg_id"] == request:
                 answer = reply["content"].get("ename", reply["content"]["status"])
                 return answer, "".join(filter(None, shown))
@@ -111,13 +111,6 @@ class Kernel:
         end_left_over(self.marker)
 
 
-def wait_until(true, seconds):
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, f"still not so after {seconds} s"
-        time.sleep(0.1)
-
-
 @pytest.fixture(scope="module")
 def kernel():
     kernel = Kernel()
@@ -135,7 +128,7 @@ def test_stop_in_the_middle_of_run_ranks(kernel, tmp_path):
 
     stopped = kernel.run(f"run_ranks(sleep, 2, {str(tmp_path)!r}, 600)", there)
     assert stopped == ("KeyboardInterrupt", "")  # and no traceback of a rank
-    wait_until(lambda: kernel.processes() == before, 10)
+    wait_until(lambda: kernel.processes() == before)
     assert kernel.run(works) == ("ok", "['0', '1']")
 
 
@@ -149,5 +142,5 @@ def test_stop_in_the_middle_of_a_fit(kernel, tmp_path):
     def actors():
         return [t for t in kernel.processes().values() if "Train" in t]
 
-    wait_until(lambda: not actors(), 30)
+    wait_until(lambda: not actors())
     assert kernel.run(f"fit({str(tmp_path)!r}, 3)")[0] == "ok"

@@ -5,7 +5,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,8 @@ import psutil
 import pytest
 
 from tests import scripts
+from tests.network import nobody_listens
+from tests.patience import PATIENCE, wait_until
 from utils import nodes
 from utils.processes import free_port
 
@@ -35,10 +36,10 @@ print("answers:", ray.get(actor.answer.remote()))
 (node,) = list_nodes()
 print("state:", node.node_id == ray.get_runtime_context().get_node_id())
 print("jobs:", JobSubmissionClient().get_address())
-listed = subprocess.check_output([*{RAY}, "list", "nodes"], text=True, timeout=60)
+listed = subprocess.check_output([*{RAY}, "list", "nodes"], text=True, timeout={PATIENCE})
 print("command:", node.node_id in listed)
 """
-STALE = "http://127.0.0.1:9"  # of a Ray that is gone
+STALE = f"http://{nobody_listens()}"  # of a Ray that is gone
 
 
 def assert_finds_all(done: subprocess.CompletedProcess, there: "Head") -> None:
@@ -75,17 +76,15 @@ def head(home: Path, mode: str):
             stderr=subprocess.STDOUT,
         )
     try:
-        deadline = time.monotonic() + 60
-        while "Ray runtime started" not in (said := (home / "log").read_text()):
-            assert started.poll() is None and time.monotonic() < deadline, said
-            time.sleep(0.1)
+        said = (home / "log").read_text
+        wait_until(lambda: "Ray runtime started" in said(), started, said)
         yield Head(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}", user)
     finally:
         family = [started, *psutil.Process(started.pid).children(recursive=True)]
         for process in family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        started.wait(30)
+        started.wait(PATIENCE)
 
 
 @pytest.fixture(scope="module")
@@ -106,17 +105,20 @@ def protected(heads):
     return heads[0]
 
 
+# For those that are refused; else Ray tries for longer.
+SHORT = {"RAY_gcs_rpc_server_connect_timeout_s": "2", "RAY_NUM_REDIS_GET_RETRIES": "3"}
+
+
 def run(command: list, there: Head, **environment) -> subprocess.CompletedProcess:
-    """As that user, with the cluster's address, and short of patience."""
-    known = {"RAY_ADDRESS": there.address, "RAY_gcs_rpc_server_connect_timeout_s": "2"}
-    known["RAY_NUM_REDIS_GET_RETRIES"] = "3"  # not 20, a second apart
+    """As that user, with the cluster's address."""
+    known = {"RAY_ADDRESS": there.address}
     return subprocess.run(
         command,
         cwd=scripts.ROOT,
         env=there.environment | known | environment,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=PATIENCE,
     )
 
 
@@ -142,7 +144,7 @@ except BadInput:
 
 def test_who_has_not_joined_asks_whom_they_asked_before(protected, tmp_path):
     cases = [{}, {"RAY_API_SERVER_ADDRESS": STALE}]
-    python, none = [sys.executable, "-c", NOT_JOINED], {"HOME": str(tmp_path)}
+    python, none = [sys.executable, "-c", NOT_JOINED], {"HOME": str(tmp_path)} | SHORT
     with ThreadPoolExecutor() as threads:
         done = [
             *threads.map(lambda case: run(python, protected, **none, **case), cases)
@@ -159,7 +161,9 @@ def test_no_token_or_a_wrong_one_is_said(protected, tmp_path):
     ]
     python = [sys.executable, "-c", JOIN]
     with ThreadPoolExecutor() as threads:
-        ended = threads.map(lambda case: run(python, protected, **case[1]), cases)
+        ended = threads.map(
+            lambda case: run(python, protected, **case[1], **SHORT), cases
+        )
         for (what, _), done in zip(cases, ended, strict=True):
             last = done.stderr.splitlines()[-1]
             asks = (
@@ -173,7 +177,9 @@ def test_the_doctor_says_it_too(protected, tmp_path):
     doctor = "from utils import doctor; print(doctor.ray())"
     joined = run([sys.executable, "-c", doctor], protected)
     assert "state='ok', found='Ray 2." in joined.stdout, joined.stderr
-    refused = run([sys.executable, "-c", doctor], protected, HOME=str(tmp_path))
+    refused = run(
+        [sys.executable, "-c", doctor], protected, HOME=str(tmp_path), **SHORT
+    )
     assert "state='FAIL'" in refused.stdout, refused.stderr
     assert "asks for a token, and there is none here'" in refused.stdout
     assert "mend='Run `ray get-auth-token` on its head" in refused.stdout
@@ -182,10 +188,10 @@ def test_the_doctor_says_it_too(protected, tmp_path):
 def test_a_request_without_a_token_is_refused(protected):
     request = f"{protected.dashboard}/api/jobs/"
     with pytest.raises(urllib.error.HTTPError, match="401"):
-        urllib.request.urlopen(request, timeout=20)
+        urllib.request.urlopen(request, timeout=PATIENCE)
     token = {"Authorization": "Bearer " + "1" * 64}
     known = urllib.request.Request(request, headers=token)
-    assert urllib.request.urlopen(known, timeout=20).status == 200
+    assert urllib.request.urlopen(known, timeout=PATIENCE).status == 200
 
 
 def submit(there: Head, script: str, *arguments) -> list[str]:

@@ -15,15 +15,17 @@ from utils.launch import run_ranks
 pytestmark = pytest.mark.part01
 
 
-def test_results_come_back_by_rank():
+def test_results_come_back_by_rank(tmp_path):
     factor = 10  # a closure, as of a function that was typed into a notebook
 
-    def slow_first(offset):
+    def last_first(offset):
         rank = int(os.environ["RANK"])
-        time.sleep(0.2 * (2 - rank))
+        while rank < 2 and not (tmp_path / f"{rank + 1}").exists():
+            time.sleep(0.01)
+        (tmp_path / f"{rank}").touch()
         return offset + factor * rank, torch.full((2,), rank)
 
-    results = run_ranks(slow_first, 3, 5)
+    results = run_ranks(last_first, 3, 5)
     assert [number for number, _ in results] == [5, 15, 25]
     assert [tensor.tolist() for _, tensor in results] == [[0, 0], [1, 1], [2, 2]]
 
@@ -104,10 +106,11 @@ def test_hanging_ranks_are_named_and_ended(tmp_path):
     def function():
         (tmp_path / os.environ["RANK"]).write_text(str(os.getpid()))
         if os.environ["RANK"] != "1":
-            time.sleep(60)
+            time.sleep(10_000)
 
+    run_ranks(os.getpid, 1)  # so that what ranks are forked from has started
     with pytest.raises(RuntimeError, match=r"ranks \[0, 2\] did not return in time"):
-        run_ranks(function, 3, timeout=3)
+        run_ranks(function, 3, timeout=8)
     for rank in range(3):
         assert not psutil.pid_exists(int((tmp_path / str(rank)).read_text()))
 

@@ -8,6 +8,7 @@ import psutil
 import pytest
 
 from tests import scripts
+from tests.patience import PATIENCE
 from utils.processes import free_port
 
 pytestmark = pytest.mark.part01
@@ -23,7 +24,7 @@ def test_port_in_use_is_said():
             env=os.environ | {"MASTER_PORT": str(port)},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=PATIENCE,
         )
     assert done.returncode == 1
     assert done.stderr == f"Port {port} is in use: set MASTER_PORT to a free one.\n"
@@ -54,7 +55,7 @@ def test_nodes_are_launched_over_ssh(tmp_path):
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr
     assert "2 workers on cpu, batch 700 each and 1400 global" in done.stdout
@@ -90,7 +91,7 @@ def test_nodes_on_one_machine_share_no_gpu(gpus, expected, tmp_path):
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr
     assert set(done.stdout.splitlines()) == expected
@@ -100,13 +101,15 @@ def test_a_host_that_fails_ends_the_other_one(tmp_path):
     """Else its torchrun would wait there, and hold the GPUs, after all is over here."""
     ssh = tmp_path / "ssh"
     ssh.write_text(
-        f"#!/bin/bash\n[[ $* == *node_rank=1* ]] && sleep 1 && exit 3\n"
-        f"echo $$ >{tmp_path}/pid && exec sleep 300\n"
+        f"#!/bin/bash\nif [[ $* == *node_rank=1* ]]; then\n"
+        f"  until [ -s {tmp_path}/pid ]; do sleep 0.1; done; exit 3\nfi\n"
+        f"echo $$ >{tmp_path}/pid && exec sleep 10000\n"
     )
     ssh.chmod(0o755)
     environment = {"HOSTS": "one two", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    environment["MASTER_PORT"] = str(free_port())
     done = subprocess.run(
-        [scripts.LAUNCH_MULTINODE], env=os.environ | environment, timeout=60
+        [scripts.LAUNCH_MULTINODE], env=os.environ | environment, timeout=PATIENCE
     )
     assert done.returncode != 0
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))

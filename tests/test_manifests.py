@@ -21,6 +21,7 @@ import yaml
 
 from tests import manifests
 from tests.manifests import CLUSTER, KUBERAY, RAY, ROOT, documents
+from tests.patience import PATIENCE
 from utils import checkpoint_files
 
 pytestmark = pytest.mark.part02
@@ -50,7 +51,7 @@ def schemas() -> Path | None:
         if not (folder / name).exists():
             try:
                 with urllib.request.urlopen(
-                    f"{CHART}/{SCHEMAS[name]}", timeout=20
+                    f"{CHART}/{SCHEMAS[name]}", timeout=PATIENCE
                 ) as file:
                     content = file.read()
             except OSError:
@@ -605,15 +606,17 @@ for path in sys.argv[1:]:
 def test_anyscale_takes_its_files(tmp_path):
     """In an environment of its own: it wants another dateutil than the pinned one."""
     folder = tmp_path / "environment"
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=120)
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=PATIENCE)
     python = folder / "bin" / "python"
     install = [python, "-m", "pip", "install", "--quiet", ANYSCALE]
-    subprocess.run(install, check=True, timeout=600)
+    subprocess.run(install, check=True, timeout=PATIENCE)
     paths = sorted((CLUSTER / "anyscale").glob("*.yaml"))
     assert len(paths) == 4
-    subprocess.run([python, "-c", LOAD, *paths], check=True, timeout=120)
+    subprocess.run([python, "-c", LOAD, *paths], check=True, timeout=PATIENCE)
     for path in paths:
         wrong = tmp_path / path.name
         wrong.write_text(path.read_text() + "surprise: 1\n")
         load = [python, "-c", LOAD, wrong]
-        assert subprocess.run(load, capture_output=True, timeout=120).returncode, path
+        assert subprocess.run(load, capture_output=True, timeout=PATIENCE).returncode, (
+            path
+        )

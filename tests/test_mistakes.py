@@ -17,6 +17,7 @@ import subprocess, sys
 from pathlib import Path
 from utils.cluster import start_ray
 import pytest, ray
+from tests.patience import PATIENCE
 from utils.launch import run_ranks
 
 OURS = str(Path(__file__).parents[1] / "utils" / "__init__.py")
@@ -33,7 +34,7 @@ def test_under_torchrun(tmp_path):
     (tmp_path / "script.py").write_text(CODE)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [*torchrun, "--nproc_per_node=2", "script.py"]
-    found = subprocess.check_output(command, cwd=tmp_path, text=True, timeout=60)
+    found = subprocess.check_output(command, cwd=tmp_path, text=True, timeout=PATIENCE)
     assert found.split() == [OURS] * 2
 
 @pytest.mark.xdist_group("ray")

@@ -4,11 +4,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 
 import pytest
 
 from tests import scripts
+from tests.patience import PATIENCE, wait_until
 from utils.processes import free_port
 
 pytestmark = [pytest.mark.part02, pytest.mark.slow, pytest.mark.xdist_group("ray")]
@@ -65,19 +65,20 @@ def known():
                 yield found, running
         finally:
             running.stdin.close()
-            running.wait(60)
+            running.wait(PATIENCE)
 
 
 def said(address: str, number: str, expected: float) -> float:
-    """What Prometheus says, once it is about that; after half a minute, anything."""
-    value = None
-    for _ in range(60):
+    """What Prometheus says, once it is about that."""
+    values = [None]
+
+    def is_said() -> bool:
         if answer := produce.ask(address, number):
-            value = float(answer[0]["value"][1])
-            if value == pytest.approx(expected, rel=0.01):
-                break
-        time.sleep(0.5)
-    return value
+            values.append(float(answer[0]["value"][1]))
+        return values[-1] == pytest.approx(expected, rel=0.01)
+
+    wait_until(is_said, said=lambda: values[-1])
+    return values[-1]
 
 
 def test_the_numbers_are_those_of_the_run(known):
@@ -91,12 +92,12 @@ def test_the_numbers_are_those_of_the_run(known):
     running.stdin.write("\n")  # now more than fits
     running.stdin.flush()
     assert "more" in running.stdout.readline()
-    for _ in range(60):
-        answer = produce.ask(address, SPILLED)
-        spilled = float(answer[0]["value"][1])
-        if spilled >= 4 * OBJECT:
-            break
-        time.sleep(0.5)
+
+    def held_elsewhere() -> float:
+        return float(produce.ask(address, SPILLED)[0]["value"][1])
+
+    wait_until(lambda: held_elsewhere() >= 4 * OBJECT, said=held_elsewhere)
+    spilled = held_elsewhere()
     assert 4 * OBJECT <= spilled < 14 * OBJECT  # at least what is more than the store
     whole = round(spilled / OBJECT)
     assert spilled == pytest.approx(whole * OBJECT, rel=0.001)

@@ -21,6 +21,7 @@ import torch
 
 from tests import scripts
 from tests.machines import Machine, machines
+from tests.patience import PATIENCE, wait_until
 from utils import nodes
 
 pytestmark = [pytest.mark.part02, pytest.mark.slow]
@@ -42,7 +43,7 @@ class Run(NamedTuple):
     out: Path
     err: Path
 
-    def end(self, timeout: int = 300) -> tuple[int, str, str]:
+    def end(self, timeout: float = PATIENCE) -> tuple[int, str, str]:
         """Wait for its end; its exit status, and what it said."""
         code = self.process.wait(timeout)
         return code, self.out.read_text(), self.err.read_text()
@@ -79,10 +80,8 @@ class Cluster(NamedTuple):
                 stdout=file,
                 stderr=subprocess.STDOUT,
             )
-        deadline = time.time() + 60
-        while "Ray runtime started" not in log.read_text():
-            assert started.poll() is None and time.time() < deadline, log.read_text()
-            time.sleep(0.1)
+        said = log.read_text
+        wait_until(lambda: "Ray runtime started" in said(), started, said)
 
     def join(self, machine: Machine, num_cpus: int = 1, **environment: str) -> None:
         """Let a machine join."""
@@ -199,13 +198,9 @@ print(ray.get(ray.remote(num_cpus=0, resources=there)(folder).remote()))
 """
 
 
-def wait_until(true: Callable[[], object], run: Run | None = None) -> None:
+def wait_for(true: Callable[[], object], run: Run) -> None:
     """Wait until `true()`; a command may not end before."""
-    deadline = time.time() + 240
-    while not true():
-        assert run is None or run.process.poll() is None, run.end()
-        assert time.time() < deadline
-        time.sleep(0.2)
+    wait_until(true, run.process, lambda: f"{run.out.read_text()}{run.err.read_text()}")
 
 
 def has_checkpoint(folder: Path) -> bool:
@@ -247,7 +242,7 @@ def runs(two_nodes) -> dict[str, Run]:
     program, holds = shared / "hold.py", shared / "holds"
     program.write_text(HOLD)
     other = two_nodes.driver([program, holds])
-    wait_until(holds.exists, other)
+    wait_for(holds.exists, other)
 
     brings = part03("train_fsdp2.py", shared / "its-own" / "fsdp2", *ONE_WORKER)
     brings[0] = brings[0].relative_to(scripts.ROOT)  # in what it brings, too
@@ -269,7 +264,7 @@ def runs(two_nodes) -> dict[str, Run]:
         brings, None, f"--runtime-env={file}"
     )
     for run in waits.values():
-        wait_until(lambda run=run: WAITS in run.out.read_text(), run)
+        wait_for(lambda run=run: WAITS in run.out.read_text(), run)
     holds.unlink()  # ends the other one
     assert other.end()[0] == 0
     return fails | waits
@@ -351,24 +346,24 @@ def test_a_job_loses_its_driver_and_then_a_node(two_nodes, runs):
         run.end()  # what is cut off below is its own
     entrypoint = train_ray_ddp(folder)
     killed = two_nodes.submit(entrypoint, variables(two_nodes.shared / "storage"))
-    wait_until(lambda: has_checkpoint(folder), killed)
+    wait_for(lambda: has_checkpoint(folder), killed)
     (driver,) = [
         process
         for process in two_nodes.head.processes(str(scripts.TRAIN_RAY_DDP))
         if process.cmdline()[1] == str(scripts.TRAIN_RAY_DDP)  # not what has sent it
     ]
     driver.kill()
-    driver.wait(30)
+    driver.wait(PATIENCE)
     again = two_nodes.submit(entrypoint)
     code, out, _ = killed.end()
     assert code == 1 and "epoch 2" not in out, out
 
     for each in two_nodes.nodes:
-        wait_until(lambda each=each: each.processes("RayTrainWorker"), again)
+        wait_for(lambda each=each: each.processes("RayTrainWorker"), again)
     node.cut()  # from then on the other one's worker waits for it, until it counts as lost
-    wait_until(lambda: not two_nodes.nodes[0].processes("RayTrainWorker"), again)
+    wait_for(lambda: not two_nodes.nodes[0].processes("RayTrainWorker"), again)
     node.plug()  # its raylet learns that it counts as lost, and ends
-    wait_until(lambda: not node.processes("raylet/raylet"), again)
+    wait_for(lambda: not node.processes("raylet/raylet"), again)
     two_nodes.join(node)
     code, out, _ = again.end()
     assert code == 0, out
@@ -429,7 +424,7 @@ def test_eight_nodes_start_train_and_end(tmp_path):
         machines_of_it = [there.head, *there.nodes]
         running = [p for machine in machines_of_it for p in machine.processes("ray")]
         assert len(running) > 16
-    _, left = psutil.wait_procs(running, timeout=30)  # the kernel takes a moment
+    _, left = psutil.wait_procs(running, timeout=PATIENCE)  # the kernel takes a moment
     assert not left
 
 
@@ -528,7 +523,9 @@ def test_the_operators_page_is_followed_from_nothing_to_a_finished_run(tmp_path)
 def test_a_machine_that_does_not_start_leaves_no_namespace():
     def names() -> set[str]:
         command = ["ip", "netns", "list"]
-        return set(subprocess.check_output(command, text=True, timeout=30).split())
+        return set(
+            subprocess.check_output(command, text=True, timeout=PATIENCE).split()
+        )
 
     try:
         with machines(1, [], []):

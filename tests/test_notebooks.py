@@ -15,6 +15,7 @@ import pytest
 from nbconvert.filters.markdown import markdown2html
 
 from tests import scripts
+from tests.patience import PATIENCE
 from tests.tools import notebooks
 from tests.tools.notebooks.execution import execute
 from tests.tools.notebooks.navigation import navigation
@@ -253,7 +254,7 @@ def canaries(tmp_path_factory) -> dict[str, str]:
     # no cache: `pytest --lf` would run these again
     command += ["-p", "conftest", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        command, cwd=notebooks.ROOT, capture_output=True, text=True, timeout=120
+        command, cwd=notebooks.ROOT, capture_output=True, text=True, timeout=PATIENCE
     )
     assert done.returncode == 1, done.stdout
     found = re.findall(r"(\w+)\.ipynb::Cell 0 (PASSED|FAILED)", done.stdout)
@@ -299,5 +300,5 @@ def test_what_a_notebook_leaves_behind_is_ended(tmp_path, monkeypatch):
     executed = execute(tmp_path / "left.ipynb", {})
     pid = int(executed.cells[0].outputs[0].data["text/plain"])
     if psutil.pid_exists(pid):
-        psutil.wait_procs([psutil.Process(pid)], timeout=5)
+        psutil.wait_procs([psutil.Process(pid)], timeout=PATIENCE)
     assert not psutil.pid_exists(pid)

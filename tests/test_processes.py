@@ -18,6 +18,7 @@ import ray
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
+from tests.patience import PATIENCE
 from utils import processes
 from utils.launch import run_ranks
 
@@ -31,7 +32,7 @@ def test_one_thread_whatever_is_imported_first(monkeypatch, first):
         if setting:
             monkeypatch.setenv("OMP_NUM_THREADS", setting)
         command = [sys.executable, "-c", code]
-        answer = subprocess.check_output(command, text=True, timeout=120)
+        answer = subprocess.check_output(command, text=True, timeout=PATIENCE)
         assert answer.strip() == threads
 
 
@@ -90,12 +91,12 @@ def test_ranks_keep_the_memory_that_they_freed(by_value, script):
     assert max(run_ranks(faults, 2)) < MANY
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     ranks = subprocess.check_output(
-        [*torchrun, "--nproc_per_node=2", script], text=True, timeout=120
+        [*torchrun, "--nproc_per_node=2", script], text=True, timeout=PATIENCE
     )
     assert max(map(int, ranks.split())) < MANY
     theirs = os.environ | {"MALLOC_ARENA_TEST_": "8"}  # its default
     alone = [sys.executable, script]
-    assert int(subprocess.check_output(alone, env=theirs, timeout=120)) > MANY
+    assert int(subprocess.check_output(alone, env=theirs, timeout=PATIENCE)) > MANY
 
 
 @pytest.mark.parametrize("limit", [2**31, 32 << 20])

@@ -12,6 +12,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from tests.patience import PATIENCE
 from tests.tools.notebooks import ROOT
 from tests.workflow import FILE as WORKFLOW
 from tests.workflow import gate_command, gate_python, weekly, workflow
@@ -61,7 +62,7 @@ def test_the_gate_makes_its_targets_and_the_weekly_job_its_own(
         ["bash", ROOT / ".ci" / "run", *arguments],
         env={"PATH": str(tmp_path)},
         text=True,
-        timeout=30,
+        timeout=PATIENCE,
     )
     assert printed.split() == made
 
@@ -84,7 +85,7 @@ def test_the_newest_versions_are_tried_without_pins(tmp_path):
     without_pins = newest["command"].splitlines()[0]
     requirements = (ROOT / "requirements.txt").read_text()
     (tmp_path / "requirements.txt").write_text(requirements)
-    subprocess.run(without_pins, shell=True, cwd=tmp_path, check=True, timeout=10)
+    subprocess.run(without_pins, shell=True, cwd=tmp_path, check=True, timeout=PATIENCE)
     left = (tmp_path / "requirements.txt").read_text().splitlines()
     lines = [line.partition("#")[0].strip() for line in left]
     packages = [Requirement(line) for line in lines if line and line != "-e ."]
@@ -129,9 +130,9 @@ def test_what_a_page_names_is_there(page):
 def tools(tmp_path_factory):
     """The folder of programs that no reader needs, installed from the registry."""
     folder = tmp_path_factory.mktemp("tools")
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=120)
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=PATIENCE)
     install = [folder / "bin" / "python", "-m", "pip", "install", "--quiet", *TOOLS]
-    subprocess.run(install, check=True, timeout=300)
+    subprocess.run(install, check=True, timeout=PATIENCE)
     return folder / "bin"
 
 
@@ -141,12 +142,12 @@ def tools(tmp_path_factory):
 )
 def test_github_understands_it(tools, schema, path, tmp_path):
     check = [tools / "check-jsonschema", "--builtin-schema", f"vendor.{schema}"]
-    subprocess.run([*check, path], check=True, timeout=60)
+    subprocess.run([*check, path], check=True, timeout=PATIENCE)
     wrong = tmp_path / path.name
     wrong.write_text(
         re.sub(r"^(jobs|body):", "surprise:", path.read_text(), flags=re.M)
     )
-    assert subprocess.run([*check, wrong], timeout=60).returncode == 1
+    assert subprocess.run([*check, wrong], timeout=PATIENCE).returncode == 1
 
 
 @pytest.mark.weekly
@@ -168,7 +169,7 @@ def test_every_pin_has_a_wheel_for_other_pythons(tools, python, machine, tmp_pat
     command += ["--python-version", python]
     command += ["--python-platform", f"{machine}-manylinux_2_28"]
     done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=300
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE
     )
     if python == "3.10":
         assert done.returncode == 1 and "no wheels with a matching" in done.stderr
@@ -189,6 +190,6 @@ def test_constraints_are_what_uv_resolves(tools, tmp_path):
         (tmp_path / name).write_text((ROOT / name).read_text())
     (tmp_path / "utils" / "datasets").mkdir(parents=True)
     command = command.replace("| uv ", f"| {tools / 'uv'} ")
-    subprocess.run(command, shell=True, cwd=tmp_path, check=True, timeout=300)
+    subprocess.run(command, shell=True, cwd=tmp_path, check=True, timeout=PATIENCE)
     resolved = (tmp_path / "constraints.txt").read_text()
     assert resolved == (ROOT / "constraints.txt").read_text()

@@ -6,7 +6,6 @@ import shutil
 import struct
 import subprocess
 import sys
-import time
 import zlib
 from unittest.mock import Mock
 
@@ -22,6 +21,7 @@ from PIL import Image
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests import scripts
+from tests.patience import PATIENCE, wait_until
 from utils import stopping
 from utils.datasets import write_shards
 from utils.datasets.shards import encode_png
@@ -104,10 +104,14 @@ def test_a_run_leaves_out_and_counts_what_is_corrupt(damaged, tmp_path, call, ca
     arguments = ["--data-path", damaged, "--on-corrupt", "skip", "--num-workers", 2]
     arguments += ["--num-epochs", 2, "--batch-size", 18, "--checkpoint-dir", tmp_path]
     call(*arguments)
-    said, deadline = capfd.readouterr().out, time.monotonic() + 10
-    while "epoch 2" not in said and time.monotonic() < deadline:  # what workers print
-        time.sleep(0.1)
-        said += capfd.readouterr().out
+    printed = []  # what workers print comes late
+
+    def said() -> str:
+        printed.append(capfd.readouterr().out)
+        return "".join(printed)
+
+    wait_until(lambda: "epoch 2" in said(), said=said)
+    said = said()
     assert re.search(r"Left out 2 corrupt file.*-00003\.par.*-00004\.par", said)
     assert "144 rows to train on, 72 for each worker" in said
     epochs = re.findall(
@@ -126,7 +130,7 @@ def launch(*arguments) -> subprocess.CompletedProcess:
         env=scripts.environment(),
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=PATIENCE,
     )
 
 

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from argparse import Namespace
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tests import scripts
+from tests.patience import PATIENCE, wait_until
 from utils import datasets
 from utils.errors import BadInput
 from utils.launch import run_ranks
@@ -39,18 +39,10 @@ def train_on_two_ranks(*arguments) -> tuple[str, str]:
 def kill_a_ray_worker(folder: Path) -> None:
     """SIGKILL to one of the workers of a run, in its second epoch; leaves a note."""
     noted = folder / "train_ray_ddp" / "checkpoint_manager_snapshot.json"
-    deadline = time.time() + 200
-    while time.time() < deadline:
-        if noted.exists() and "checkpoint_2" in noted.read_text():
-            workers = [
-                process
-                for process in psutil.Process().children(recursive=True)
-                if "RayTrainWorker" in " ".join(process.cmdline())
-            ]
-            workers[-1].kill()
-            (folder / "killed").write_text(f"one of {len(workers)}")
-            return
-        time.sleep(0.1)
+    wait_until(lambda: noted.exists() and "checkpoint_2" in noted.read_text())
+    workers = scripts.workers_of_ray(psutil.Process())
+    workers[-1].kill()
+    (folder / "killed").write_text(f"one of {len(workers)}")
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +64,7 @@ def trained(tmp_path_factory) -> dict[Path, tuple[Path, str]]:
     results[scripts.TRAIN_DDP] = folder, first + second
 
     folder, _ = results[scripts.TRAIN_RAY_DDP]
-    killer = threading.Thread(target=kill_a_ray_worker, args=[folder])
+    killer = threading.Thread(target=kill_a_ray_worker, args=[folder], daemon=True)
     killer.start()
     command = [sys.executable, scripts.TRAIN_RAY_DDP.name, "--num-workers", "2"]
     done = subprocess.run(
@@ -82,7 +74,7 @@ def trained(tmp_path_factory) -> dict[Path, tuple[Path, str]]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=280,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stdout
     results[scripts.TRAIN_RAY_DDP] = folder, done.stdout

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from ray.train import Checkpoint
 
 from tests import scripts
+from tests.network import nobody_listens
+from tests.patience import PATIENCE
 from utils import checkpoint_files
 from utils.errors import BadInput
 from utils.processes import free_port
@@ -88,7 +90,7 @@ def proxies_anew():
 def test_no_network_is_said(path, complaint, monkeypatch, tmp_path, proxies_anew):
     monkeypatch.setenv("WORKSHOP_STORAGE", str(tmp_path))
     for name in ("http_proxy", "https_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody listens there
+        monkeypatch.setenv(name, f"http://{nobody_listens()}")
     monkeypatch.delenv("no_proxy", raising=False)
     assert "'digits'" in complaint(path, "--dataset", "mnist")
 
@@ -263,7 +265,7 @@ def test_under_torchrun_the_sentence_is_the_last_thing_one_reads():
         env=scripts.environment(),
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=PATIENCE,
     )
     assert done.returncode == 1
     last = [line for line in done.stderr.splitlines() if line.strip("= ")][-1]

@@ -6,7 +6,6 @@ import os
 import pickle
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -15,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tests import scripts
+from tests.patience import PATIENCE, wait_until
 from tests.test_environment import sources
 
 # Each rank says where torch's store listens, and waits until that is deleted.
@@ -103,14 +103,10 @@ def test_nothing_but_torchs_store_listens_beyond_this_machine(how, tmp_path):
             stderr=subprocess.STDOUT,
         )
     try:
-        deadline = time.monotonic() + 100
-        while not flag.exists():
-            said = (tmp_path / "log").read_text()
-            assert started.poll() is None and time.monotonic() < deadline, said
-            time.sleep(0.2)
+        wait_until(flag.exists, started, (tmp_path / "log").read_text)
         store, found = int(flag.read_text()), listening(psutil.Process(started.pid))
         flag.unlink()
-        assert started.wait(100) == 0, (tmp_path / "log").read_text()
+        assert started.wait(PATIENCE) == 0, (tmp_path / "log").read_text()
     finally:
         started.kill()
     beyond = {each for each in found if not is_loopback(each[1])}

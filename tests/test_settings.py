@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 
+from tests.patience import PATIENCE
 from utils import settings
 from utils.errors import BadInput
 
@@ -67,7 +68,7 @@ def test_asking_for_the_mode_does_not_import_torch():
         "import sys; from utils import settings; settings.mode(); print(*sys.modules)"
     )
     command = [sys.executable, "-c", code]
-    modules = subprocess.check_output(command, text=True, timeout=120).split()
+    modules = subprocess.check_output(command, text=True, timeout=PATIENCE).split()
     assert "utils.settings" in modules
     assert "torch" not in modules
 

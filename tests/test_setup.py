@@ -14,6 +14,8 @@ import time
 
 import pytest
 
+from tests.network import nobody_listens
+from tests.patience import PATIENCE, wait_until
 from tests.readme import typed
 from tests.tools.notebooks import ROOT
 
@@ -85,7 +87,7 @@ class Clone:
     def make(self, *targets, **environment):
         """Run make; (exit status, what it printed, what the stubs were called with)."""
         process = self.start(*targets, **environment)
-        output, _ = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=PATIENCE)
         calls = self.calls.read_text().splitlines()
         return process.returncode, output, [c for c in calls if c.startswith(STUBS)]
 
@@ -124,14 +126,12 @@ def test_changed_pins_are_installed_into_the_same_environment(clone, pins):
 
 
 def test_interrupted_install_goes_on(clone):
-    process = clone.start("setup", INSTALL_SECONDS="20")
-    deadline = time.monotonic() + 20
-    while INSTALL not in clone.calls.read_text() and time.monotonic() < deadline:
-        time.sleep(0.02)
+    process = clone.start("setup", INSTALL_SECONDS="10000")
+    wait_until(lambda: INSTALL in clone.calls.read_text(), process)
     os.killpg(
         process.pid, signal.SIGINT
     )  # Ctrl-C, to the session that was started here
-    process.communicate(timeout=10)
+    process.communicate(timeout=PATIENCE)
     assert process.returncode != 0
     assert not clone.ready.exists()
     status, output, calls = clone.make("setup")
@@ -334,7 +334,7 @@ def test_what_was_collected_before_installs_without_a_network(tmp_path):
     (folder / "requirements.txt").write_text("\n".join(lines) + "\n")
 
     python = tmp_path / "python"
-    subprocess.run([sys.executable, "-m", "venv", python], check=True, timeout=120)
+    subprocess.run([sys.executable, "-m", "venv", python], check=True, timeout=PATIENCE)
     places = os.environ["PATH"].split(os.pathsep)
     places = [place for place in places if not os.path.exists(f"{place}/uv")]
     path = os.pathsep.join([str(python / "bin"), *places])
@@ -348,12 +348,12 @@ def test_what_was_collected_before_installs_without_a_network(tmp_path):
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=300,
+            timeout=PATIENCE,
         )
 
     collected = run(collect)
     assert collected.returncode == 0, collected.stdout
-    nowhere = "http://127.0.0.1:9"
+    nowhere = f"http://{nobody_listens()}"
     alone = {
         "PIP_CONFIG_FILE": os.devnull,
         "http_proxy": nowhere,

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from ray.train import WorkerGroupError
 
 from tests import scripts, sharding
+from tests.patience import PATIENCE, wait_until
 from utils import settings, torchrun_or_ray, zero
 from utils.errors import BadInput
 from utils.launch import run_ranks
@@ -59,20 +60,11 @@ def undisturbed(script: Path) -> str:
     return f"last loss {report['losses'][-1]:.3f}, test loss {report['test_loss']:.3f}"
 
 
-def workers_of_ray(driver: psutil.Process) -> list[psutil.Process]:
-    started = driver.children(recursive=True)
-    return [one for one in started if "RayTrainWorker" in " ".join(one.cmdline())]
-
-
 def kill_one(job: subprocess.Popen, workers: Callable, saved: Callable) -> str:
     """SIGKILL to the last worker of a job that has saved; returns what the job prints."""
-    deadline = time.monotonic() + 240
-    while not saved():
-        assert time.monotonic() < deadline
-        assert job.poll() is None, job.stdout.read()[-3000:]
-        time.sleep(0.05)
+    wait_until(saved, job, lambda: job.stdout.read()[-3000:] if job.poll() else "")
     workers(psutil.Process(job.pid))[-1].kill()
-    output, _ = job.communicate(timeout=240)
+    output, _ = job.communicate(timeout=PATIENCE)
     assert job.returncode == 0, output[-3000:]
     return output
 
@@ -84,7 +76,7 @@ def kill_one(job: subprocess.Popen, workers: Callable, saved: Callable) -> str:
         pytest.param(
             FSDP2,
             [],
-            workers_of_ray,
+            scripts.workers_of_ray,
             id="FSDP2, Ray",
             marks=pytest.mark.xdist_group("ray"),
         ),
@@ -214,7 +206,7 @@ def test_a_full_disk_of_one_rank_ends_zero_with_a_sentence(tmp_path):
     with pytest.raises(
         RuntimeError, match=r"rank 1 .*BadInput: .*10 cannot be written"
     ):
-        run_ranks(save, 2, timeout=60)
+        run_ranks(save, 2, timeout=PATIENCE)
     assert (tmp_path / "latest").read_text() == "step-000005"
 
 

@@ -201,29 +201,6 @@ def test_what_starts_ray_without_its_mark_fails(project):
 
 
 @pytest.mark.slow
-def test_below_a_cell_that_failed_none_is_run(project):
-    """One that raises as it should has not failed."""
-    note = "_ = open('ran', 'a').write('{}')"
-    project.notebook("02-part/a.ipynb", "1 / 0", note.format("a"), note.format("a"))
-    project.notebook("02-part/b.ipynb", "1 / 0", note.format("b"), raises=True)
-    project.notebook("02-part/c.ipynb", "pass", note.format("c"), raises=True)
-    found = project.run("--nbval", "02-part")
-    output = found.pop("output")
-    assert found == {
-        "a.ipynb::Cell 0": "FAILED",
-        "a.ipynb::Cell 1": "SKIPPED",
-        "a.ipynb::Cell 2": "SKIPPED",
-        "b.ipynb::Cell 0": "PASSED",
-        "b.ipynb::Cell 1": "PASSED",
-        "c.ipynb::Cell 0": "FAILED",
-        "c.ipynb::Cell 1": "SKIPPED",
-    }
-    assert (project.folder / "02-part" / "ran").read_text() == "b"
-    assert "a cell above it failed" in output and "ZeroDivisionError" in output
-    assert "not allowed here" not in output
-
-
-@pytest.mark.slow
 def test_what_hangs_is_stopped_and_the_others_go_on(project):
     project.notebook("02-part/a.ipynb", "import time; time.sleep(10_000)", "b = 1")
     stubborn = (
@@ -266,7 +243,7 @@ def test_what_hangs_is_stopped_and_the_others_go_on(project):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("source", ["1 / 0", "import time; time.sleep(1000)"])
+@pytest.mark.parametrize("source", ["1 / 0", "import time; time.sleep(10_000)"])
 def test_below_a_cell_that_failed_none_is_run(project, source):
     note = "open('../ran', 'a').write('{}')".format
     cells = [note("a"), source, note("b"), note("c")]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests import scripts, sharding
+from tests.patience import PATIENCE
 from utils import zero
 from utils.processes import free_port
 
@@ -38,7 +39,7 @@ def test_zero_trains_without_a_compiler():
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
     )
     assert run.returncode == 0, run.stderr
     losses, has_compiler = json.loads(run.stdout.splitlines()[-1])

@@ -318,13 +318,16 @@ def _asks_for_token(address: str) -> bool:
     A process of its own asks, as Ray settles once per process whether it sends one.
     """
     ask = "import sys; from ray._raylet import GcsClient; GcsClient(sys.argv[1])"
-    without = {"RAY_AUTH_MODE": "disabled", "RAY_gcs_rpc_server_connect_timeout_s": "1"}
+    without = {
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_gcs_rpc_server_connect_timeout_s": "10",
+    }
     answer = subprocess.run(
         [sys.executable, "-c", ask, address],
         env=os.environ | without,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     return "InvalidAuthToken" in answer.stderr
 

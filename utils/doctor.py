@@ -227,7 +227,7 @@ def ray() -> Result:
     if os.environ.get("RAY_ADDRESS", "local") != "local":
         join = "from utils.cluster import start_ray; start_ray(1)"
         answer = subprocess.run(
-            [sys.executable, "-c", join], capture_output=True, text=True, timeout=100
+            [sys.executable, "-c", join], capture_output=True, text=True, timeout=300
         )
         said = (answer.stderr if answer.returncode else answer.stdout).strip()
         sentence = re.sub(r"^[\w.]+: ", "", said.splitlines()[-1])  # of a traceback

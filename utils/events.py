@@ -46,7 +46,7 @@ def wait_for(
     path: str | Path,
     event: str,
     unless: Callable[[], bool] = lambda: False,
-    seconds: float = 150,
+    seconds: float = 600,
     **where,
 ) -> dict:
     """Wait for the first entry that `noted` finds.

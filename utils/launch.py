@@ -34,7 +34,7 @@ def preload(module: str) -> None:
 
 
 def run_ranks(
-    function: Callable[..., Any], num_workers: int, *args: Any, timeout: float = 300
+    function: Callable[..., Any], num_workers: int, *args: Any, timeout: float = 900
 ) -> list[Any]:
     """Call `function(*args)` in `num_workers` processes; return their results by rank.
 

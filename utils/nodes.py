@@ -211,7 +211,7 @@ def _listens(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def _wait(until, problem: str, seconds: float = 60) -> None:
+def _wait(until, problem: str, seconds: float = 300) -> None:
     deadline = time.monotonic() + seconds
     while not until():
         if time.monotonic() > deadline:

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from tests.tools import notebooks
 from tests.tools.notebooks.navigation import with_navigation
 
-CELL_TIMEOUT_S = 300
+CELL_TIMEOUT_S = 900
 # What a recorded notebook and its comparison have in common: CPU, one thread, own Ray.
 RECORDING_ENVIRONMENT = {
     "WORKSHOP_MODE": "smoke",
