@@ -36,6 +36,21 @@ def test_one_thread_whatever_is_imported_first(monkeypatch, first):
         assert answer.strip() == threads
 
 
+def test_a_batch_of_ray_data_is_no_reason_to_warn():
+    code = (
+        "import sys; from importlib import import_module\n"
+        "for name in sys.argv[1:]: import_module(name)\n"
+        "import numpy, torch\n"
+        "batch = numpy.zeros(2)\n"
+        "batch.flags.writeable = False\n"
+        "torch.as_tensor(batch)"
+    )
+    for modules, warns in ([], True), (["utils"], False):  # a control, too
+        command = [sys.executable, "-c", code, *modules]
+        done = subprocess.run(command, capture_output=True, timeout=PATIENCE)
+        assert (b"array is not writable" in done.stderr) == warns
+
+
 def test_a_free_port_is_the_next_one_that_nobody_listens_on():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

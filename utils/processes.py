@@ -67,6 +67,9 @@ def prepare() -> bool:
     # Where ipywidgets is not installed, tqdm and Ray would say so when they are imported.
     warnings.filterwarnings("ignore", message="IProgress not found")
     logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)
+    # Of Ray Data's batches, which nobody writes to. It hides this itself, but not from two
+    # threads at once: seen, now and then, on a busy machine.
+    warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
     keep_freed_memory()
     too_late = "ray" in sys.modules and not RAY_AT_IMPORT.keys() <= os.environ.keys()
     for name, value in RAY_AT_IMPORT.items():
