@@ -76,12 +76,12 @@ bench: $(READY) ## measure ratios, and write tests/tools/benchmarks/RESULTS.md
 gpu: $(READY) ## on GPUs: run everything, and print a table of what passed and was measured
 	@$(RUN) -m tests.tools.gpu
 
-lint: $(READY) ## check style and format, and print sizes that nothing limits
-	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m tests.tools.sizes
+lint: $(READY) ## check style, format and types, and print sizes that nothing limits
+	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy && $(PY) -m tests.tools.sizes
 
 # Installs nothing: it says what is missing.
 doctor: ## say what this machine can run, and how to mend what it cannot
 	@if [ -x $(PY) ]; then $(RUN) -m utils.doctor; else $(PYTHON) -m utils.doctor; fi
 
 clean: ## remove .venv and build, with the checkpoints and downloaded data in build/storage
-	@rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	@rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

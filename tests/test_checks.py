@@ -359,6 +359,7 @@ NAMED = {
         (undivided, "3 times too long"),
         (sent_each_time, "all-reduced 3 times"),
         (never_sent, "Nothing was all-reduced"),
+        (lambda model, parts: model(parts[0][0]), "Nothing was all-reduced"),
         (last_part_alone, "not that of the mean loss"),
         (forward_outside, "Not yet"),
         (all_parts_at_once, "takes 6 images forward"),

@@ -146,6 +146,7 @@ def another_driver(function: Callable, *args) -> subprocess.Popen:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
+    assert driver.stdin
     with driver.stdin as pipe:
         pipe.write(cloudpickle.dumps((_python(), function, args)))
     return driver
@@ -222,7 +223,7 @@ def _connect(num_cpus: int, address: str | None, options: dict) -> str:
         "log_to_driver": False,
     }
     if address == "local":
-        defaults["num_cpus"] = max(os.cpu_count(), num_cpus)
+        defaults["num_cpus"] = max(os.cpu_count() or 1, num_cpus)
         defaults["dashboard_host"] = "127.0.0.1"  # it runs code for whoever opens it
         defaults["include_dashboard"] = True
         defaults["dashboard_port"] = free_port(8265)  # Ray's own, or the next
@@ -233,7 +234,8 @@ def _connect(num_cpus: int, address: str | None, options: dict) -> str:
     os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = str(int(address != "local"))
     try:
         if ":" in address and "//" not in address:  # Ray itself tries for two minutes
-            socket.create_connection(address.rsplit(":", 1), timeout=10).close()
+            host, port = address.rsplit(":", 1)
+            socket.create_connection((host, port), timeout=10).close()
             # Ray sends a token by itself only to a cluster that it has found itself. Where
             # none is asked for, none may be sent: seen, no actor would start.
             if "RAY_AUTH_MODE" not in os.environ and _asks_for_token(address):

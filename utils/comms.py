@@ -162,7 +162,7 @@ def _ranks(schema, args: tuple) -> tuple[int, ...]:
     names = ("process_group", "group_name")
     group = next(x for a, x in zip(schema.arguments, args) if a.name in names)
     if isinstance(group, str):
-        group = _resolve_process_group(group)
+        group = _resolve_process_group(group)  # type: ignore[arg-type]  # torch's own str
     elif isinstance(group, torch.ScriptObject):
         group = dist.ProcessGroup.unbox(group)
     return tuple(dist.get_process_group_ranks(group))

@@ -17,6 +17,7 @@ import sysconfig
 import textwrap
 import threading
 import urllib.request
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
@@ -45,7 +46,7 @@ class Result(NamedTuple):
 def workshop() -> Result:
     """Say the version of the workshop, and where it is."""
     project = REQUIREMENTS.with_name("pyproject.toml").read_text()
-    version = re.search(r'^version = "(.+)"$', project, re.MULTILINE)[1]
+    (version,) = re.findall(r'^version = "(.+)"$', project, re.MULTILINE)
     return Result("ok", f"{version} in {REQUIREMENTS.parent}")
 
 
@@ -113,7 +114,7 @@ def run_mode() -> Result:
 
 def cores() -> Result:
     """Count the CPU cores that this process may use."""
-    usable = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))(0)
+    usable = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)
     if len(usable) > 1:
         return Result("ok", str(len(usable)))
     return Result("warn", "1", "All lessons run, but two workers take turns on it.")
@@ -261,8 +262,8 @@ def network() -> Result:
     return Result("warn", "none", "The lessons run without: their data is shipped.")
 
 
-CHECKS = (workshop, python, packages, torch_build, run_mode, cores, memory, disk, gpus)
-CHECKS += (compiler, ray, network)
+CHECKS: tuple[Callable[[], Result], ...] = (workshop, python, packages, torch_build)
+CHECKS += (run_mode, cores, memory, disk, gpus, compiler, ray, network)
 
 
 def main() -> int:

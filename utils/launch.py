@@ -71,7 +71,7 @@ def run_ranks(
                 process.join()
 
 
-def _collect(ranks: list, pipes: list, deadline: float) -> list[Any]:
+def _collect(ranks: list, pipes: list[Any], deadline: float) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(pipes):
         waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
@@ -82,7 +82,7 @@ def _collect(ranks: list, pipes: list, deadline: float) -> list[Any]:
         for pipe in ready:
             rank = pipes.index(pipe)
             try:
-                ok, value = cloudpickle.loads(pipe.recv_bytes())
+                ok, value = cloudpickle.loads(pipes[rank].recv_bytes())
             except EOFError:
                 ranks[rank].join()
                 raise RuntimeError(

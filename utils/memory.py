@@ -94,7 +94,8 @@ class count_memory(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
 
     def __enter__(self):
-        # FSDP2 frees and regrows its buffers in place, which is no operation of torch.
+        # FSDP2 frees and regrows its buffers in place, which is no operation of torch: so
+        # a method of torch is replaced.
         self._resize = torch.UntypedStorage.resize_
         counter = self
 
@@ -103,11 +104,11 @@ class count_memory(TorchDispatchMode):
             counter._update(storage)
             return result
 
-        torch.UntypedStorage.resize_ = resize
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
         return super().__enter__()
 
     def __exit__(self, *error):
-        torch.UntypedStorage.resize_ = self._resize
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
         return super().__exit__(*error)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

@@ -122,8 +122,8 @@ class GPT(nn.Module):
                 module.reset_parameters()
             elif isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=0.02)
-                if getattr(module, "bias", None) is not None:
-                    nn.init.zeros_(module.bias)
+                if (bias := getattr(module, "bias", None)) is not None:
+                    nn.init.zeros_(bias)
 
     def forward(self, tokens):  # [batch, time] -> [batch, time, vocab_size]
         time = tokens.shape[1]

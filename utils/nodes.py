@@ -164,6 +164,7 @@ def machine(
         )
         too_late = threading.Timer(100, process.kill)
         too_late.start()
+        assert process.stdout
         found = process.stdout.readline().strip()  # empty if it has ended
         too_late.cancel()
         if not found:

@@ -92,9 +92,9 @@ def curves(
         if len(series) > 1:
             _name_at_the_end(ax)
         if reference:
-            text, at = reference
-            ax.axvline(at, color="k", linestyle=":")
-            ax.text(at, 1, f" {text}", transform=ax.get_xaxis_transform(), va="top")
+            text, place = reference
+            ax.axvline(place, color="k", linestyle=":")
+            ax.text(place, 1, f" {text}", transform=ax.get_xaxis_transform(), va="top")
         plt.show()
 
 

@@ -52,6 +52,7 @@ def function_source(text: str, name: str) -> str:
     """
     for node in ast.parse(text).body:
         if getattr(node, "name", None) == name:
-            first = min([node.lineno] + [d.lineno for d in node.decorator_list])
+            above = getattr(node, "decorator_list", [])
+            first = min([node.lineno] + [decorator.lineno for decorator in above])
             return "\n".join(text.splitlines()[first - 1 : node.end_lineno])
     raise ValueError(f"There is no function {name!r}.")

@@ -96,8 +96,8 @@ def fit(works: Sequence[Work], seconds: Sequence[float]) -> Machine:
     scale[scale == 0] = 1
     found, _ = nnls(costs / scale, np.ones(len(works)))
     per_flop, per_byte, per_message, per_layer = map(float, found / scale)
-    rates = (1 / each if each else float("inf") for each in (per_flop, per_byte))
-    return Machine(*rates, per_message, per_layer)
+    flops, bandwidth = (1 / x if x else float("inf") for x in (per_flop, per_byte))
+    return Machine(flops, bandwidth, per_message, per_layer)
 
 
 def h100_cluster(gpus: int, utilisation: float = 0.4) -> Machine:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
@@ -151,10 +152,10 @@ def memory(device: str = "cuda", shape=None, texts: int = 1) -> str:
     from utils import memory
     from utils.models import GPT, GPT2_124M
 
-    shape, device = shape or GPT2_124M, torch.device(device)
-    tokens = torch.zeros(texts, shape.block_size, dtype=torch.long, device=device)
-    with memory.follow_memory(device) as followed:
-        model = GPT(shape).to(device)
+    shape, place = shape or GPT2_124M, torch.device(device)
+    tokens = torch.zeros(texts, shape.block_size, dtype=torch.long, device=place)
+    with memory.follow_memory(place) as followed:
+        model = GPT(shape).to(place)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         for _ in range(2):
             optimizer.zero_grad()
@@ -182,13 +183,13 @@ def script_steps(gpus: int) -> list[Step]:
         steps = FSDP / name, "--steps", 50
         commands[f"{name}, torchrun"] = (*TORCHRUN, gpus, *steps)
         commands[f"{name}, Ray"] = (*steps, "--num-workers", gpus)
-    return [Step(name, lambda c=c: command(*c)) for name, c in commands.items()]
+    return [Step(name, partial(command, *each)) for name, each in commands.items()]
 
 
 def steps(gpus: int) -> list[Step]:
     """All of them, the shortest first."""
     books = [
-        Step(str(path.relative_to(scripts.ROOT)), lambda path=path: notebook(path))
+        Step(str(path.relative_to(scripts.ROOT)), partial(notebook, path))
         for path in notebooks.all_notebooks()
     ]
     return [

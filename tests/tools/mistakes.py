@@ -142,9 +142,7 @@ def run(copy: Path, *tests: str, timeout: float = TIMEOUT_S) -> Run:
         job.wait(timeout=30)
     seconds = time.monotonic() - start
     cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
-    failures = [
-        case.find("failure") for case in cases if case.find("failure") is not None
-    ]
+    failures = [failure for case in cases for failure in case.findall("failure")]
     said = "\n".join(f"{each.get('message')}\n{each.text}" for each in failures)
     said = re.sub(r"#x1B\[[\d;]*m", "", said)  # colours of a notebook's traceback
     passed = sum(len(case) == 0 for case in cases)

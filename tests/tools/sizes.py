@@ -20,8 +20,8 @@ from tests.tools import notebooks
 SIDE_TRIPS = re.compile(r"^#+ Going deeper", re.MULTILINE)
 WORDS_PER_MINUTE, LINES_PER_MINUTE = 200, 10
 HOURS = {"half an hour": 30, "three quarters of an hour": 45, "an hour": 60}
-COUNTS = ("cells", "main line", "median", "longest", "in a row", "pictures")
-COUNTS += ("diagrams", "not compared", "to read", "main line", "it says", "README")
+COUNTS = ["cells", "main line", "median", "longest", "in a row", "pictures"]
+COUNTS += ["diagrams", "not compared", "to read", "main line", "it says", "README"]
 CAPTION = """\
 Cells: all, and the main line. Lines of a code cell: median, longest. Most code cells in a
 row. Not compared: cells. Minutes to read: of all and of the main line, counted; as the
@@ -96,7 +96,7 @@ def script_row(path: Path) -> list:
     """Return a script's lines, those of its longest function, and that one's name."""
     text = path.read_text()
     functions = (n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef))
-    longest, name = max((f.end_lineno - f.lineno + 1, f.name) for f in functions)
+    longest, name = max(((f.end_lineno or 0) - f.lineno + 1, f.name) for f in functions)
     return [len(text.splitlines()), longest, name]
 
 

@@ -78,7 +78,9 @@ def _average(average: Callable) -> tuple[str, int]:
         p.grad = (rank + 1) * numbers.view_as(p).clone()
     with count_comms() as comms:
         average(model)
-    got = torch.cat([p.grad.flatten() for p in model.parameters()]) / torch.cat(base)
+    # none of them is None: they were set above
+    found = [p.grad.flatten() for p in model.parameters()]  # type: ignore[union-attr]
+    got = torch.cat(found) / torch.cat(base)
     outcomes = {"mean": (n + 1) / 2, "sum": n * (n + 1) / 2, "own": rank + 1}
     same = [
         k for k, v in outcomes.items() if torch.allclose(got, torch.tensor(v * 1.0))

@@ -238,7 +238,7 @@ def _interrupted_and_undisturbed(pack: Callable, unpack: Callable) -> tuple:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         return model, optimizer, StepLR(optimizer, 2, gamma=0.5)
 
-    def train(model, optimizer, schedule, seen):
+    def train(seen, model, optimizer, schedule):
         rates = []
         for _ in range(3):
             rates.append(optimizer.param_groups[0]["lr"])
@@ -258,7 +258,7 @@ def _interrupted_and_undisturbed(pack: Callable, unpack: Callable) -> tuple:
 
     join()
     run = start()
-    train(*run, 0)
+    train(0, *run)
     seen = 3 * 16 * dist.get_world_size()
     file = io.BytesIO()
     torch.save(pack(*run, seen), file)
@@ -266,7 +266,7 @@ def _interrupted_and_undisturbed(pack: Callable, unpack: Callable) -> tuple:
     again = start()
     seen_again = unpack(torch.load(file, weights_only=True), *again)
     same = [_same(tensors(a), tensors(b)) for a, b in zip(run[:2], again[:2])]
-    rates = train(*run, seen), train(*again, seen_again or 0)
+    rates = train(seen, *run), train(seen_again or 0, *again)
     ends = _same(tensors(run[0]), tensors(again[0]))
     return ends, *same, rates, (seen, seen_again)
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from tests.tools.notebooks.execution import RECORDING_ENVIRONMENT
 
-PARTS = ("exact", "steps", "predicting", "streaming", "start", "allocator")
-PARTS += ("executing", "commands")
+PARTS = ["exact", "steps", "predicting", "streaming", "start", "allocator"]
+PARTS += ["executing", "commands"]
 FOLDER = Path(__file__).parent
 
 

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from utils.datasets import digits
 from utils.models import resnet18
 
 BATCH, STEPS = 32, 4  # per worker; steps per measurement
-VIEW = {"gradient_as_bucket_view": True}
+VIEW: dict[str, Any] = {"gradient_as_bucket_view": True}
 
 
 class Loop:

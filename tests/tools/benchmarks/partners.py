@@ -10,17 +10,18 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch.distributed as dist
 
 from tests import scripts
 
 # glibc's default; but where one of its variables is set, utils.processes changes nothing
-AS_IT_COMES = {"MALLOC_ARENA_TEST_": "8"}
+AS_IT_COMES: dict[str, Any] = {"MALLOC_ARENA_TEST_": "8"}
 TIMEOUT = 300  # seconds: a partner that died shall not be waited for
 
 
-def torchrun(*arguments, num_workers: int = 2, **environment) -> subprocess.Popen:
+def torchrun(*arguments, num_workers: int = 2, **environment: Any) -> subprocess.Popen:
     """Start loop.py under torchrun, with further variables in its environment."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc_per_node={num_workers}", "-m", f"{__package__}.loop"]
@@ -36,7 +37,7 @@ def torchrun(*arguments, num_workers: int = 2, **environment) -> subprocess.Pope
 class Partner:
     """A group that `start(port)` starts, and whose rank 0 calls `orders(port)`."""
 
-    def __init__(self, start: Callable[[int], object]) -> None:
+    def __init__(self, start: Callable[[int], Any]) -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
             server.settimeout(TIMEOUT)
             self.started = start(server.getsockname()[1])
@@ -44,8 +45,8 @@ class Partner:
         connection.settimeout(TIMEOUT)
         self._file = connection.makefile("rw")
 
-    def ask(self, order: str):
-        """Send an order; wait for the answer, anything that JSON can hold."""
+    def ask(self, order):
+        """Send an order, as the answer for the answer, anything that JSON can hold."""
         self._file.write(json.dumps(order) + "\n")
         self._file.flush()
         return json.loads(self._file.readline())

@@ -5,6 +5,7 @@ import time
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -28,13 +29,13 @@ def build(layers: int, width: int, strategy: str):
     torch.manual_seed(0)
     model = GPT(GPTConfig(layers=layers, width=width))
     if strategy == "ddp":
-        model = DDP(model, gradient_as_bucket_view=True)
+        wrapped: nn.Module = DDP(model, gradient_as_bucket_view=True)
     else:
-        model = sharding.shard(model, keep=strategy.endswith("keep"))
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+        wrapped = sharding.shard(model, keep=strategy.endswith("keep"))
+    return wrapped, torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
 
 
-def seconds_of(model, optimizer, tokens: torch.Tensor) -> float:
+def seconds_of(tokens: torch.Tensor, model, optimizer) -> float:
     """The shorter of two steps, from all ranks ready to all ranks done."""
     found = []
     for _ in range(2):
@@ -57,7 +58,7 @@ def measure() -> list[dict[Key, float]]:
     rounds = []
     for number in range(-1, ROUNDS):  # one to warm up
         order = keys if number % 2 else keys[::-1]
-        rounds.append({key: seconds_of(*built[key], tokens) for key in order})
+        rounds.append({key: seconds_of(tokens, *built[key]) for key in order})
     return rounds[1:]
 
 

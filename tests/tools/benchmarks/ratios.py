@@ -6,10 +6,11 @@ two neighbours of the same variant give a control: how far from 1 a ratio is see
 where there is no difference.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import ArrayLike
 from scipy.stats import bootstrap
 
 MET, MISSED, NOT_DECIDED = "met", "missed", "not decided"
@@ -43,6 +44,7 @@ class Ratio:
         is wider than the distance to it.
         """
         bar = at_least if at_most is None else at_most
+        assert bar is not None, "there is no bar"
         if abs(np.log(self.value / bar)) < np.log(self.spread):
             return NOT_DECIDED
         if self.low <= bar <= self.high:
@@ -62,10 +64,11 @@ def interleave(
             first, second = a(), b()
         if number >= 0:
             measured.append((first, second))
-    return tuple(np.array(measured).T)
+    a_measured, b_measured = np.array(measured).T
+    return a_measured, b_measured
 
 
-def ratio(a: Sequence[float], b: Sequence[float]) -> Ratio:
+def ratio(a: ArrayLike, b: ArrayLike) -> Ratio:
     """B over A, from pairs in the order of `interleave`."""
     log_a, log_b = np.log(a), np.log(b)
     low, high = interval(log_b - log_a)
@@ -75,12 +78,14 @@ def ratio(a: Sequence[float], b: Sequence[float]) -> Ratio:
         for number in range(len(log_a) - 1)
     ]
     control = interval([later - earlier for earlier, later in neighbours])
-    value = np.exp(np.median(log_b - log_a))
-    spread = np.exp(max(abs(end) for end in control))
-    return Ratio(*map(float, (value, np.exp(low), np.exp(high), spread)), len(log_a))
+    middle, furthest = np.median(log_b - log_a), max(abs(end) for end in control)
+    value, low, high, spread = (
+        float(np.exp(each)) for each in (middle, low, high, furthest)
+    )
+    return Ratio(value, low, high, spread, len(log_a))
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
+def interval(values: ArrayLike) -> tuple[float, float]:
     """The 95% bootstrap interval of the median."""
     found = bootstrap(
         (np.asarray(values),),
@@ -88,4 +93,5 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
         method="percentile",
         rng=np.random.default_rng(0),
     )
-    return tuple(map(float, found.confidence_interval))
+    low, high = map(float, found.confidence_interval)
+    return low, high

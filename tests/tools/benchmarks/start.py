@@ -26,10 +26,11 @@ def with_ray(model):
     return prepare_model(model, parallel_strategy_kwargs=loop.VIEW)
 
 
-def ray_worker(config: dict) -> float:
+def ray_worker(config: dict) -> float | None:
     """Serve, where the driver named a port; else return when the first step was done."""
     if config["port"]:
-        return loop.serve(config["port"], with_ray)
+        loop.serve(config["port"], with_ray)
+        return None
     loop.Loop(with_ray).run(1)
     return time.time()
 

@@ -1,6 +1,7 @@
 """Steps beside each other in one process group: DDP, FSDP2, ZeRO-3; tuned GPT-2; growth."""
 
 import time
+from functools import partial
 
 import numpy as np
 import torch
@@ -135,8 +136,8 @@ def strategies(global_batch: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     names = list(steps)
     return {
         f"{names[i + 1]} over {names[i]}": interleave(
-            lambda i=i: seconds_of(steps[names[i]]),
-            lambda i=i: seconds_of(steps[names[i + 1]]),
+            partial(seconds_of, steps[names[i]]),
+            partial(seconds_of, steps[names[i + 1]]),
         )
         for i in (0, 1)
     }

@@ -52,6 +52,7 @@ class Shards(IterableDataset):
 
     def __iter__(self):
         worker = get_worker_info()
+        assert worker is not None, "only workers read"
         for file in self.files[worker.id :: worker.num_workers]:
             batch = decode(pq.read_table(file))
             yield from zip(batch["image"], batch["label"])

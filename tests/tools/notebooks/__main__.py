@@ -45,10 +45,8 @@ def tour(paths: list[Path]) -> int:
     for path, seconds, proved in rows:
         name = str(path.relative_to(root))
         for number, line in enumerate(proved or ["-"]):
-            start = (
-                f"{name:<{width}} {seconds:>7.0f}" if number == 0 else " " * (width + 8)
-            )
-            print(f"{start}  {line}")
+            first = f"{name:<{width}} {seconds:>7.0f}"
+            print(f"{' ' * len(first) if number else first}  {line}")
     print(f"\n{sizes.notebook_table(paths)}")
     print(
         "\n".join(failures) or f"\nExecuted copies are in {build.relative_to(root)}/."
