@@ -10,7 +10,7 @@ RUN := PATH="$(CURDIR)/.venv/bin:$$PATH" $(PY)
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lab test test-all test-weekly tour record bench gpu lint doctor clean
+.PHONY: help setup lab test test-all test-weekly coverage tour record bench gpu lint doctor clean
 
 help: ## print what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -63,6 +63,12 @@ test-all: $(READY) ## run what gates a change: all notebooks, parity, faults, sc
 # A long test may take longer than others may.
 test-weekly: $(READY) ## run what is long and rarely breaks
 	@$(RUN) -m pytest -m weekly --note-run=test-weekly -o timeout=3600 -o faulthandler_timeout=3660
+
+# The table comes also if a test fails; then the command fails, too.
+coverage: $(READY) ## run what test-all runs, and print which lines of utils and the scripts it ran
+	@rm -rf build/coverage && mkdir -p build/coverage
+	@$(RUN) -m coverage run -m pytest --nbval $(LANES) -m "not weekly"; status=$$?; \
+	$(PY) -m coverage combine --quiet && $(PY) -m coverage report; exit $$status
 
 tour: $(READY) ## execute all notebooks in order, and print what each one proved
 	@$(RUN) -m tests.tools.notebooks tour

@@ -49,7 +49,11 @@ def test_jobs_may_only_read_and_end_by_themselves():
 
 @pytest.mark.parametrize(
     ("arguments", "made"),
-    [([], ["lint", "test-all"]), (["test-weekly"], ["test-weekly"])],
+    [
+        ([], ["lint", "test-all"]),
+        (["test-weekly"], ["test-weekly"]),
+        (["coverage"], ["coverage"]),
+    ],
 )
 def test_the_gate_makes_its_targets_and_the_weekly_job_its_own(
     arguments, made, tmp_path
@@ -71,6 +75,7 @@ def test_every_week_the_long_tests_run_and_every_python():
     commands = [run["command"] for run in weekly()]
     # As root, as the gate: several long tests make network namespaces.
     assert f"{gate_command()} test-weekly" in commands
+    assert f"{gate_command()} coverage" in commands
     pythons = {run["python"] for run in weekly()}
     assert pythons == {"3.11", "3.12", "3.13"}
     for version in ("3.10", "3.14", *pythons):

@@ -32,6 +32,7 @@ $1" ;;
   *) echo "PATH=$PATH" >> "$CALLS" ;;
 esac
 """
+FAILS = '  "-m coverage run "*) exit "$TEST_STATUS" ;;\n'
 UV = r"""#!/bin/bash
 echo "uv $*" >> "$CALLS"
 case "$1" in
@@ -285,6 +286,19 @@ def test_a_tier_is_chosen_by_marks(clone, arguments, chosen):
     assert status == 0, output
     (call,) = [call for call in calls if call.startswith("python -m pytest")]
     assert call.partition(" -o ")[0] == f"python -m pytest {chosen}"
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_coverage_prints_its_table_also_if_a_test_fails(clone, status):
+    clone.program("python3", PYTHON.replace("  *) echo", FAILS + "  *) echo"))
+    assert clone.make("setup")[0] == 0
+    found, output, calls = clone.make("coverage", TEST_STATUS=str(status))
+    assert bool(found) == bool(status), output
+    assert [call for call in calls if call.startswith("python -m coverage")] == [
+        "python -m coverage run -m pytest --nbval -n 2 -m not weekly",
+        "python -m coverage combine --quiet",
+        "python -m coverage report",
+    ]
 
 
 def test_a_part_that_does_not_exist_is_named(clone):
