@@ -293,7 +293,7 @@ def is_alive(pid: int) -> bool:
 
 
 def test_first_notebooks_and_solutions_are_quick():
-    """The rule of tests/tiers.py finds what DESIGN means in every part."""
+    """`make test` runs the first notebook of each part and its solutions, and no other."""
     parts = {path.parent for path in notebooks.all_notebooks()}
     assert len(parts) >= 3
     for part in parts:
