@@ -1,7 +1,7 @@
 """Train ResNet-18 on images with DistributedDataParallel, started by torchrun.
 
     torchrun --nproc_per_node=4 train_ddp.py --epochs 3
-    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # or restarts hang: PyTorch #135712
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # or restarts may hang: see the README
     torchrun --nproc_per_node=4 --max-restarts=1 train_ddp.py --checkpoint-dir run
 
 Runs on GPUs if there are any, else on CPUs. With --checkpoint-dir the same command starts
@@ -189,7 +189,7 @@ def load_checkpoint(args, model, optimizer):
             at = {name: state[name] for name in at}
     if dist.get_rank() == 0 and args.checkpoint_dir:
         part = f", and {at['images']} images more" if at["images"] else ""
-        done = path and f"epoch {at['epoch']}{part}"
+        done = f"epoch {at['epoch']}{part}" if path else None
         print(runs.begin(args.checkpoint_dir, done, at["epoch"] >= args.epochs))
     return at
 

@@ -101,7 +101,7 @@ USED = [
     ("ray: checkpoint_manager_snapshot.json", "tests/test_scripts.py"),
     ("ray: InvalidAuthToken", "utils/cluster.py"),
     ("ray: Ray runtime started", "tests/test_nodes.py"),  # by `ray start`
-    ("ray: RayTrainWorker", "tests/test_scripts.py"),  # titles of Ray Train's processes
+    ("ray: RayTrainWorker", "tests/scripts.py"),  # titles of Ray Train's processes
     ("ray: TrainController", "tests/test_faults.py"),
     ("ray: The current node timed out during startup", "utils/cluster.py"),
     (f"{ENGINE}.TorchCheckpointEngine", "tests/test_security.py"),

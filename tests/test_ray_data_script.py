@@ -231,7 +231,7 @@ def test_an_epoch_stays_on_its_device(monkeypatch):
     """On a pretended GPU: an operation that mixes devices raises, as on a real one."""
     device, stepped = torch.device("cuda", 0), []
 
-    def train_step(model, optimizer, images, labels):
+    def train_step(model, optimizer, images, labels, bf16):
         stepped.append(images.device)
         return images.mean()
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests import scripts
+from tests.patience import PATIENCE
 from utils.show import function_source
 
 pytestmark = [pytest.mark.part01, pytest.mark.part02, pytest.mark.part03]
@@ -76,6 +77,5 @@ def test_what_a_script_is_taken_along_with_needs_nothing_else(tmp_path):
     )
     code = f"{alone}; sys.path.insert(0, '.'); from utils import {', '.join(taken)}"
     code += "; assert all(m.__file__.startswith(sys.argv[1]) for m in (stopping, runs))"
-    subprocess.run(
-        [sys.executable, "-I", "-c", code, tmp_path], cwd=tmp_path, check=True
-    )
+    command = [sys.executable, "-I", "-c", code, tmp_path]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=PATIENCE)

@@ -75,7 +75,7 @@ def write_whole(path: Path) -> Iterator[BinaryIO]:
 
 
 @contextlib.contextmanager
-def explain_writing(path: Path) -> Iterator[None]:
+def explain_writing(path: Path | str) -> Iterator[None]:
     """Turn a full disk into a sentence, around a block in which a library writes `path`.
 
     torch.save raises a RuntimeError of its own there, and torch's distributed checkpoints
@@ -94,7 +94,7 @@ def explain_writing(path: Path) -> Iterator[None]:
         raise
 
 
-def cannot_write(path: Path, error: BaseException) -> BadInput:
+def cannot_write(path: Path | str, error: BaseException) -> BadInput:
     """Return a BadInput that says why `path`, a checkpoint or a result, was not written."""
     return BadInput(
         f"{path} cannot be written ({_reason(error) or error}): name a folder that is "

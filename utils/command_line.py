@@ -42,7 +42,8 @@ class Parser(argparse.ArgumentParser):
         add("--keep", type=count, default=2, help="checkpoints that are kept")
         add("--smoke-test", action="store_true", help="on CPU, even if there are GPUs")
 
-    def parse_args(self, *args, **kwargs) -> argparse.Namespace:
+    # any arguments; argparse's own types tell three kinds of calls apart
+    def parse_args(self, *args, **kwargs) -> argparse.Namespace:  # type: ignore[override]
         """Parse as argparse does; `--smoke-test` sets the run mode.
 
         Raises:
@@ -80,7 +81,7 @@ def parse_images(doc: str, ray: bool = False) -> argparse.Namespace:
     parser.add_argument("--bf16", action="store_true", help=BF16)
     args = parse_workers(parser) if ray else parser.parse_args()
     workers = args.num_workers if ray else check_torchrun()
-    num_images = len(datasets.load(args.dataset))
+    num_images = len(datasets.load(args.dataset))  # type: ignore[arg-type]
     datasets.check_batch_size(args.batch_size, num_images, workers)
     args.run = runs.defining(args, "dataset", "batch_size", "lr", "seed", "bf16")
     if not ray:

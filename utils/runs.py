@@ -13,12 +13,12 @@ from pathlib import Path
 from utils.checkpoint_files import check_writable
 from utils.errors import BadInput
 
-NAME = re.compile(r"step-(\d+)")
+NAME = re.compile(r"step-\d+")
 
 
 def steps(checkpoint: Path) -> int:
     """Return the number of steps in the name of a checkpoint."""
-    return int(NAME.match(checkpoint.name)[1])
+    return int(re.findall(r"\d+", checkpoint.name)[0])
 
 
 def defining(args, *names: str) -> dict[str, object]:

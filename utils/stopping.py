@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,7 +41,7 @@ class Stop:
         self.file, self.notice = file, notice
         self.asked, self.noticed, self.last_look = NOTHING, False, time.monotonic()
         # Ranks agree on CPUs: a GPU would first have to finish its step.
-        self.group = dist.new_group(backend="gloo")
+        self.group: Any = dist.new_group(backend="gloo")
         if file is None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._sigterm)
 
@@ -58,11 +59,12 @@ class Stop:
         if dist.get_rank() == 0:
             if self.file and self.file.exists():
                 self.asked = STOP
-            look = self.notice and time.monotonic() - self.last_look > NOTICE_EVERY_S
-        said = torch.tensor([self.asked, bool(look)], dtype=torch.uint8)
+            is_due = time.monotonic() - self.last_look > NOTICE_EVERY_S
+            look = bool(self.notice) and is_due
+        said = torch.tensor([self.asked, look], dtype=torch.uint8)
         dist.all_reduce(said, dist.ReduceOp.MAX, group=self.group)
         self.asked, look = said.tolist()
-        if look:  # all ranks have to ask together
+        if look and self.notice:  # all ranks have to ask together
             self.last_look = time.monotonic()
             if self.notice() and not self.noticed:
                 self.noticed = True

@@ -24,7 +24,8 @@ class Parser(command_line.Parser):
         add("--text", type=settings.local_path, help="a file (default: Python's help)")
         add("--export", type=settings.local_path, help="write the whole model there")
 
-    def parse_args(self, *args, **kwargs) -> Namespace:
+    # any arguments, as in its base
+    def parse_args(self, *args, **kwargs) -> Namespace:  # type: ignore[override]
         """Parse; model and learning rate follow from the run mode if they are not given."""
         found = super().parse_args(*args, **kwargs)
         found.model = found.model or settings.pick(smoke="smoke", full="gpt2-124m")

@@ -30,7 +30,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
@@ -148,7 +148,7 @@ def mutants_of(source: str, functions: list[str], seed: int = 0) -> list[Mutant]
     return found
 
 
-def _span(node: ast.AST) -> tuple:
+def _span(node: Any) -> tuple:
     first = min([node, *getattr(node, "decorator_list", [])], key=lambda n: n.lineno)
     start = (first.lineno, first.col_offset - (first is not node))  # with its "@"
     return start, (node.end_lineno, node.end_col_offset)
@@ -230,7 +230,8 @@ def _difference(source: str, text: str) -> tuple[str, str]:
         old, new = old[1:], new[1:]
     while old and new and old[-1] == new[-1]:
         old, new = old[:-1], new[:-1]
-    return (" ".join(" ".join(lines).split()) for lines in (old, new))
+    was, becomes = (" ".join(" ".join(lines).split()) for lines in (old, new))
+    return was, becomes
 
 
 def warm_up() -> None:
@@ -256,7 +257,7 @@ def passes(copy: Path, tests: list[str]) -> bool:
         os.killpg(child, signal.SIGKILL)
     if status is None:
         os.waitpid(child, 0)
-    server = psutil.Process(forkserver._forkserver._forkserver_pid)
+    server = psutil.Process(forkserver._forkserver._forkserver_pid)  # type: ignore[attr-defined]
     for rank in server.children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             rank.kill()
@@ -266,7 +267,7 @@ def passes(copy: Path, tests: list[str]) -> bool:
 def _run_tests(copy: Path, tests: list[str]) -> None:
     os.setsid()
     # it runs already, as a child of another process, which is what this would object to
-    forkserver._forkserver.ensure_running = lambda: None
+    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
     with open(copy / "output", "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

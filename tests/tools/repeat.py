@@ -116,8 +116,8 @@ def busy(loops: int) -> Iterator[list[subprocess.Popen]]:
     started = []
     try:
         for _ in range(loops):
-            loop = [sys.executable, "-c", LOOP.format(os.getpid())]
-            started.append(subprocess.Popen(loop))
+            command = [sys.executable, "-c", LOOP.format(os.getpid())]
+            started.append(subprocess.Popen(command))
         yield started
     finally:
         for loop in started:

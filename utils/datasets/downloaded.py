@@ -85,8 +85,12 @@ def _what_to_mend(error: Exception, folder: Path) -> str:
             f"{folder.parent} is on a file system that locks no file ({error.strerror}): "
             f"set WORKSHOP_STORAGE to a folder on another one, {digits}."
         )
-    from_network = (urllib.error.URLError, http.client.HTTPException)
-    from_network += (ConnectionError, TimeoutError)
+    from_network = (
+        urllib.error.URLError,
+        http.client.HTTPException,
+        ConnectionError,
+        TimeoutError,
+    )
     if isinstance(error, from_network) or str(error).startswith(_NOT_DOWNLOADED):
         return (
             f"{folder.name} could not be downloaded ({why}): connect to a network and "

@@ -237,8 +237,8 @@ def growth() -> list[Row]:
         return sharding.shard(model, mesh=mesh)
 
     for n in workers:
-        step = simulate(wrap, sharding.CONFIG, n)
-        all_ranks.append(n * step.comms.sent(n))
+        simulated = simulate(wrap, sharding.CONFIG, n)
+        all_ranks.append(n * simulated.comms.sent(n))
     by_workers = exponent([n - 1 for n in workers], all_ranks)
 
     widths, rows = (128, 256, 512), (8, 32, 128)
