@@ -56,36 +56,30 @@ def rows() -> list[Row]:
             note=said_kept,
         ),
         *(
-            printed(14, f"other settings over that of row 14: {name}", ratio, said)
+            Row.of_ratio(
+                14, f"other settings over that of row 14: {name}", ratio, note=said
+            )
             for name, (ratio, said) in compared.items()
         ),
-        printed(
+        Row.of_ratio(
             1,
             "why it was 0.90 before row 14: the same loop under torchrun, in a thread (as "
             "Ray Train runs it) over the main thread, both as glibc comes",
             in_thread,
-            f"{said_thread}: of the main thread's memory glibc hands back more",
+            note=f"{said_thread}: of the main thread's memory glibc hands back more",
         ),
-        printed(
+        Row.of_ratio(
             1,
             "what else Ray Train does differently: the same loop under torchrun, in a "
             "thread and with niceness 15, over the main thread with 0, as in row 14",
             nicely,
-            said_nicely,
+            note=said_nicely,
         ),
     ]
 
 
 def by_torchrun(settings: dict, port: int) -> subprocess.Popen:
     return torchrun("serve", port, **settings)
-
-
-def printed(number: int, what: str, found: Ratio, note: str) -> Row:
-    """A row without a bar."""
-    control = f"{1 / found.spread:.3g} to {found.spread:.3g}"
-    between = f"{found.low:.3g} to {found.high:.3g}"
-    value = f"{found.value:.3g}"
-    return Row(number, what, "printed", value, between, control, note=note)
 
 
 def compare(a: Partner, b: Partner) -> tuple[Ratio, str]:

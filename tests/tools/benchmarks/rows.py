@@ -36,7 +36,11 @@ class Row:
         at_least: float | None = None,
         note: str = "",
     ) -> "Row":
-        bar = f"at most {at_most:g}" if at_least is None else f"at least {at_least:g}"
+        bar = "printed"
+        if at_most is not None or at_least is not None:
+            bar = (
+                f"at most {at_most:g}" if at_least is None else f"at least {at_least:g}"
+            )
         return cls(
             number,
             what,
@@ -44,7 +48,7 @@ class Row:
             f"{ratio.value:.3g}",
             f"{ratio.low:.3g} to {ratio.high:.3g}",
             f"{1 / ratio.spread:.3g} to {ratio.spread:.3g}",
-            ratio.verdict(at_most, at_least),
+            "" if bar == "printed" else ratio.verdict(at_most, at_least),
             note,
             vars(ratio) | {"at_most": at_most, "at_least": at_least},
         )

@@ -1,7 +1,11 @@
 """Steps beside each other in one process group: DDP, FSDP2, ZeRO-3; tuned GPT-2; growth."""
 
+import itertools
+import tempfile
 import time
+from argparse import Namespace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -141,6 +145,72 @@ def strategies(global_batch: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         )
         for i in (0, 1)
     }
+
+
+def saving(folder: Path) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Seconds that training stands still for a checkpoint of FSDP2, written at once and in
+    the background; then those of 10 steps with one checkpoint, written whole."""
+    dist.init_process_group("gloo")
+    script, numbers = scripts.load(sharding.TRAIN_FSDP2), itertools.count()
+    background = dist.new_group(backend="gloo")
+    torch.manual_seed(0)
+    model = sharding.shard(GPT(CONFIG))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    batch = text(block_size=CONFIG.block_size)[: TEXTS[0] // dist.get_world_size()]
+    args = Namespace(checkpoint_dir=folder, keep=1)
+
+    def take(steps: int) -> None:
+        for _ in range(steps):
+            script.train_step(model, optimizer, *batch, 1.0)
+
+    def save(group):
+        number = next(numbers)
+        return script.save_checkpoint(
+            model, optimizer, number, 1, folder, background=group
+        )
+
+    def stands_still(group) -> float:
+        writing = []
+        seconds = seconds_of(lambda: writing.append(save(group)))
+        script.finish(writing[0], args)
+        return seconds
+
+    def with_steps(group) -> float:
+        def steps() -> None:
+            writing = save(group)
+            take(10)
+            script.finish(writing, args)
+
+        return seconds_of(steps)
+
+    take(1)  # the optimizer has a state then
+    return [
+        interleave(partial(measured, None), partial(measured, background))
+        for measured in (stands_still, with_steps)
+    ]
+
+
+def saving_rows() -> list[Row]:
+    """What --async-save gains."""
+    with tempfile.TemporaryDirectory() as folder:
+        still, steps = run_ranks(saving, 2, Path(folder))[0]
+    of = "a checkpoint of FSDP2 on 2 ranks, a GPT with 6.4 million parameters"
+    return [
+        Row.of_ratio(
+            16,
+            f"time that training stands still for {of}: --async-save over without",
+            ratio(*still),
+            at_most=0.5,
+            note=f"{np.median(still[1]):.2f} s and {np.median(still[0]):.2f} s",
+        ),
+        Row.of_ratio(
+            16,
+            f"10 steps and {of}, until it is written: --async-save over without",
+            ratio(*steps),
+            note=f"{np.median(steps[1]):.1f} s and {np.median(steps[0]):.1f} s; here the "
+            "thread that writes takes its time from the cores that train",
+        ),
+    ]
 
 
 def gpt2(
@@ -317,8 +387,8 @@ def growth_of(what: str, sizes, steps, note: str = "", rounds: int = 12) -> Row:
 
 
 def rows() -> list[Row]:
-    """Rows 8, 9, 11 and 12 of the table."""
-    found = []
+    """Rows 8, 9, 11, 12 and 16 of the table."""
+    found = saving_rows()
     for images in IMAGES:
         two, one = run_ranks(scaling, 2, images)[0]
         found.append(
