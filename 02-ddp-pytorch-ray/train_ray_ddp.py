@@ -34,6 +34,7 @@ from utils import (
     models,
     preflight,
     runs,
+    settings,
     stopping,
 )
 
@@ -48,6 +49,7 @@ def load_data(dataset, batch_size, seed):
         sampler=sampler,
         drop_last=True,
         generator=torch.Generator(),  # a loader draws, too: not from the model's numbers
+        **settings.loader_options(),
     )
     train_loader = prepare_data_loader(train_loader)  # NEW: batches come on the device
     return train_loader, datasets.load(dataset, "test")

@@ -237,7 +237,9 @@ def export(engine, checkpoint, path):
 
 def under_torchrun(args):
     """Train in this process, which torchrun has started as one rank of several."""
-    dist.init_process_group(backend(args))  # NEW
+    device = settings.set_device()
+    own_gpu = device if device.type == "cuda" else None
+    dist.init_process_group(backend(args), device_id=own_gpu)  # NEW
     report = train(args)
     # What is sharded holds on to the process group: free it first, or the exit may abort.
     gc.collect()

@@ -16,6 +16,7 @@ lacks end in `# NEW`.
 """
 
 import gc
+import json
 import time
 from argparse import Namespace
 
@@ -204,7 +205,7 @@ def state_of(model, optimizer, step, global_batch, run):
         "optimizer": optimizer_state,
         "step": step,
         "global_batch": global_batch,
-        "run": run,
+        "run": json.dumps(run),  # as one value: dcp takes a dict apart
         "generators": generators.states(),
     }
 
@@ -239,7 +240,7 @@ def load_checkpoint(model, optimizer, global_batch, folder, run=None):
     with checkpoint_files.explain_loading(folder, dcp.CheckpointException):
         dcp.load(state, checkpoint_id=folder)
     checkpoint_files.check_global_batch(state["global_batch"], global_batch)
-    runs.check_same(folder, state["run"], run)
+    runs.check_same(folder, json.loads(state["run"]), run)
     parts = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
     sd.set_state_dict(model, optimizer, **parts)
     generators.restore(state["generators"])
@@ -257,7 +258,9 @@ def export(model, path):
 
 def under_torchrun(args):
     """Train in this process, which torchrun has started as one rank of several."""
-    dist.init_process_group(backend(args))  # NEW
+    device = settings.set_device()
+    own_gpu = device if device.type == "cuda" else None
+    dist.init_process_group(backend(args), device_id=own_gpu)  # NEW
     report = train(args)
     # What is sharded holds on to the process group: free it first, or the exit may abort.
     gc.collect()

@@ -20,7 +20,7 @@ def test_a_checkpoint_is_written_whole_or_not_at_all(small_disk, monkeypatch):
     """torch.save raises a RuntimeError of its own after the error of the disk."""
     train_ddp = scripts.load(scripts.TRAIN_DDP)
     monkeypatch.setattr(train_ddp.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(train_ddp.generators, "states", list)
+    monkeypatch.setattr(train_ddp.generators, "states", bytes)
     args = Namespace(checkpoint_dir=small_disk, run={}, keep=2)
 
     def save(width: int, steps: int) -> None:

@@ -24,6 +24,7 @@ from utils.launch import free_port, run_ranks
 pytestmark = [pytest.mark.part01, pytest.mark.part02, pytest.mark.part03]
 
 DDP, RAY = scripts.TRAIN_DDP, scripts.TRAIN_RAY_DDP
+STREAM = scripts.TRAIN_RAY_DDP_WITH_RAY_DATA
 FSDP2, DEEPSPEED = sharding.TRAIN_FSDP2, sharding.TRAIN_DEEPSPEED
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 # torchrun's restarted ranks, and new nodes, take a fresh store: see the README
@@ -36,23 +37,25 @@ RUNS = {
     FSDP2: (["--steps", "120", "--save-every", "200"], "step 20/120"),
     DEEPSPEED: (["--steps", "120", "--save-every", "200"], "step 20/120"),
 }
-SCRIPTS = [
-    pytest.param(
-        path,
-        id=path.stem,
-        marks=[pytest.mark.xdist_group("ray")] if path == RAY else [],
-    )
-    for path in RUNS
-]
+STREAMED = ["--data-size-gb", "0.004", "--batch-size", "16", "--num-workers", "1"]
+
+
+def each(paths: list[Path]) -> list:
+    """Parameters of a test."""
+    ray = [pytest.mark.xdist_group("ray")]
+    return [
+        pytest.param(path, id=path.stem, marks=ray if path in (RAY, STREAM) else [])
+        for path in paths
+    ]
 
 
 class Job:
     """A script as a scheduler starts it, always with the same command."""
 
     def __init__(self, script: Path, folder: Path, *launcher: str, arguments=()):
-        usual, self.middle = RUNS[script]
+        usual, self.middle = RUNS.get(script, ([], ""))
         arguments = arguments or usual
-        launcher = launcher or ([] if script == RAY else TORCHRUN)
+        launcher = launcher or ([] if script in (RAY, STREAM) else TORCHRUN)
         command = [sys.executable, *launcher, script.name, "--smoke-test", *arguments]
         if script in (FSDP2, DEEPSPEED):
             command += ["--export", folder / "model.pt"]
@@ -107,7 +110,7 @@ def assert_equal(ours: dict, theirs: dict) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", each(list(RUNS)))
 def test_a_run_that_is_stopped_in_its_middle_goes_on_and_ends_the_same(
     script, tmp_path
 ):
@@ -128,7 +131,7 @@ def test_a_run_that_is_stopped_in_its_middle_goes_on_and_ends_the_same(
 
 
 @pytest.mark.weekly
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", each(list(RUNS)))
 def test_a_run_stopped_three_times_at_random_moments_ends_the_same(script, tmp_path):
     undisturbed = Job(script, tmp_path / "undisturbed")
     assert undisturbed.end() == 0, "".join(undisturbed.lines)
@@ -150,12 +153,18 @@ def test_a_run_stopped_three_times_at_random_moments_ends_the_same(script, tmp_p
 
 
 @pytest.mark.weekly
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", each([*RUNS, STREAM]))
 def test_a_run_killed_at_twenty_moments_of_its_saves_always_goes_on(script, tmp_path):
     """SIGKILL to all its processes; the next start finds a whole checkpoint or none."""
     folder, moments = tmp_path / "killed", random.Random(random.randrange(1000))
+    # more than 20 starts get to the end of
+    arguments = {
+        DDP: ["--epochs", "12"],
+        RAY: ["--epochs", "12", "--num-workers", "2"],
+        STREAM: [*STREAMED, "--num-epochs", "40"],
+    }.get(script, ["--steps", "300", "--save-every", "5"])
     for _ in range(20):
-        job = Job(script, folder)
+        job = Job(script, folder, arguments=arguments)
         job.wait_for("starts anew|goes on after|nothing is left")
         deadline = time.monotonic() + moments.uniform(0, 6)
         writes = ("*.tmp", "step-*", "*/checkpoint_*")
@@ -167,8 +176,28 @@ def test_a_run_killed_at_twenty_moments_of_its_saves_always_goes_on(script, tmp_
         kill_family(job.process.pid)
         job.end()
         assert not job.said("damaged|Traceback"), "".join(job.lines)
-    job = Job(script, folder)
+    job = Job(script, folder, arguments=arguments)
     assert job.end() == 0, "".join(job.lines)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+def test_a_streamed_run_that_is_stopped_goes_on_after_its_last_epoch(tmp_path):
+    first = Job(STREAM, tmp_path, arguments=[*STREAMED, "--num-epochs", "200"])
+    first.wait_for("epoch 1:")
+    first.stop()
+    assert first.end() == stopping.EXIT_STATUS
+    said = first.said("stopped in epoch")
+    stopped = re.search(
+        r"in epoch (\d+): the same command begins it anew, and trains \d+ rows again",
+        said,
+    )
+    assert stopped, "".join(first.lines)
+    epochs = ["--num-epochs", stopped[1]]
+    again = Job(STREAM, tmp_path, arguments=[*STREAMED, *epochs])
+    assert again.end() == 0, "".join(again.lines)
+    assert again.said(f"goes on after epoch {int(stopped[1]) - 1}")
+    assert again.said(f"epoch {stopped[1]}:")
 
 
 def kill_family(pid: int) -> None:

@@ -1,6 +1,7 @@
 """What the functions of the training scripts compute, called on two ranks."""
 
 import errno
+import io
 import sys
 import threading
 from argparse import Namespace
@@ -177,6 +178,49 @@ def test_offloaded_shards_are_built_on_meta_and_train_the_same(tmp_path):
     )
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize(
+    "path", [scripts.TRAIN_DDP, scripts.TRAIN_RAY_DDP], ids=lambda path: path.stem
+)
+def test_loaders_of_a_gpu_work_ahead(path, monkeypatch):
+    """Processes that load, and pinned memory, from which a GPU can copy by itself."""
+    script, given = scripts.load(path), []
+    monkeypatch.setattr(script.settings, "device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(script.datasets, "load", lambda *_: [(torch.zeros(1), 0)])
+    sampler = Namespace(set_epoch=lambda *_: None)
+    monkeypatch.setattr(script.datasets, "ResumableSampler", lambda *_, **__: sampler)
+    monkeypatch.setattr(
+        script, "DataLoader", lambda *_, **options: given.append(options)
+    )
+    monkeypatch.setattr(
+        script, "prepare_data_loader", lambda loader: loader, raising=False
+    )
+    script.load_data("digits", 4, 0)
+    assert given[0]["num_workers"] > 0
+    assert given[0]["pin_memory"] and given[0]["persistent_workers"]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [scripts.TRAIN_DDP, sharding.TRAIN_FSDP2, sharding.TRAIN_DEEPSPEED],
+    ids=lambda path: path.stem,
+)
+def test_the_process_group_knows_its_gpu(path, monkeypatch):
+    """Else NCCL guesses it by the rank."""
+    script, given = scripts.load(path), []
+    gpu = torch.device("cuda", 1)
+    monkeypatch.setattr(script.settings, "set_device", lambda: gpu)
+    monkeypatch.setattr(
+        script.dist, "init_process_group", lambda *_, **options: given.append(options)
+    )
+    monkeypatch.setattr(script.dist, "destroy_process_group", lambda: None)
+    if path == scripts.TRAIN_DDP:
+        assert script.set_up() == gpu
+    else:
+        monkeypatch.setattr(script, "train", lambda args: {})
+        script.under_torchrun(Namespace(offload=False))
+    assert given == [{"device_id": gpu}]
 
 
 def test_what_is_saved_in_the_background_is_the_state_of_its_step(tmp_path):
@@ -449,12 +493,13 @@ def test_ddp_trains_on_every_image_once_and_from_the_same_weights():
 
 
 def counted_saves(script) -> list:
-    """What `torch.save` is given from here on; it is still written."""
+    """What `torch.save` writes to a file from here on."""
     saves, save = [], torch.save
 
-    def count(what, *args, **options):
-        saves.append(what)
-        return save(what, *args, **options)
+    def count(what, file, **options):
+        if not isinstance(file, io.BytesIO):  # memory
+            saves.append(what)
+        return save(what, file, **options)
 
     script.torch.save = count
     return saves
@@ -501,7 +546,9 @@ def test_a_checkpoint_is_loaded_to_the_cpu(path, tmp_path, monkeypatch):
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     state |= {"epoch": 1, "images": 0, "steps": 2, "accuracy": 0.5, "run": {}}
     name = "step-000002.pt" if path == scripts.TRAIN_DDP else "checkpoint.pt"
-    torch.save(state | {"generators": []}, tmp_path / name)
+    of_no_rank = io.BytesIO()
+    torch.save([], of_no_rank)
+    torch.save(state | {"generators": of_no_rank.getvalue()}, tmp_path / name)
     loaded_to, load = [], torch.load
 
     def watched(file, map_location=None, **options):
@@ -519,7 +566,7 @@ def test_a_checkpoint_is_loaded_to_the_cpu(path, tmp_path, monkeypatch):
         there = script.ray.train.Checkpoint.from_directory(tmp_path)
         monkeypatch.setattr(script.ray.train, "get_checkpoint", lambda: there)
         script.load_latest(model, optimizer, {})
-    assert loaded_to == ["cpu"]
+    assert loaded_to == ["cpu"] * 2  # weights, and states of generators
 
 
 @by_name(TEXT_SCRIPTS)

@@ -188,9 +188,11 @@ def end_run(result, epochs: int, folder: Path | None) -> None:
 
     at = result.return_value
     if at["epoch"] < epochs:
-        again = at.get("trained_again", 0)
-        lost = f" ({again} rows of this epoch will be trained again)" if again else ""
-        print(f"stopped in epoch {at['epoch'] + 1}: {stopping.what_next(folder)}{lost}")
+        then = stopping.what_next(folder)
+        if folder and "trained_again" in at:  # of a stream, which has no middle
+            again = at["trained_again"]
+            then = f"the same command begins it anew, and trains {again} rows again"
+        print(f"stopped in epoch {at['epoch'] + 1}: {then}")
         sys.exit(stopping.EXIT_STATUS)
     print(f"Trained. The last checkpoint is in {result.checkpoint.path}")
 

@@ -4,6 +4,8 @@ What is drawn while a model trains (dropout, augmentation) has to differ between
 and to go on after a restart where it was.
 """
 
+import io
+
 import torch
 import torch.distributed as dist
 
@@ -16,30 +18,32 @@ def seed_rank(seed: int) -> None:
     torch.manual_seed(seed * 100_003 + dist.get_rank() + 1)  # of a GPU, too
 
 
-def states() -> list[dict[str, bytes]]:
-    """Return the states of all ranks' generators, by rank; every rank calls it.
+def states() -> bytes:
+    """Return the states of all ranks' generators; every rank calls it.
 
-    As bytes, which every kind of checkpoint takes for one value.
+    As one value: a distributed checkpoint takes a list apart, and does not find its end
+    again on more ranks.
     """
-    mine = {"cpu": torch.get_rng_state().numpy().tobytes()}
+    mine = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
-        mine["cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
+        mine["cuda"] = torch.cuda.get_rng_state()
     found: list = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
-    return found
+    file = io.BytesIO()
+    torch.save(found, file)
+    return file.getvalue()
 
 
-def restore(saved: list[dict[str, bytes]]) -> None:
+def restore(saved: bytes) -> None:
     """Go on with this rank's generators where they were.
 
     On another number of ranks there is nothing to go on with: they stay as seeded.
     """
-    if len(saved) != dist.get_world_size():
+    file = io.BytesIO(saved)
+    by_rank = torch.load(file, map_location="cpu", weights_only=True)
+    if len(by_rank) != dist.get_world_size():
         return
-    mine = {
-        device: torch.frombuffer(bytearray(state), dtype=torch.uint8)
-        for device, state in saved[dist.get_rank()].items()
-    }
+    mine = by_rank[dist.get_rank()]
     torch.set_rng_state(mine["cpu"])
     if "cuda" in mine and torch.cuda.is_available():
         torch.cuda.set_rng_state(mine["cuda"])

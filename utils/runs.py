@@ -24,6 +24,9 @@ def steps(checkpoint: Path) -> int:
 def defining(args, *names: str) -> dict[str, object]:
     """Return the settings that define a training: the script, and options of `args`."""
     options = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
+    for name, value in options.items():
+        if isinstance(value, Path):
+            options[name] = str(value)  # torch.load reads no other class by default
     return {"script": Path(sys.argv[0]).name} | options
 
 
