@@ -54,7 +54,7 @@ class Loop:
         report = scripts.load(scripts.TRAIN_RAY_DDP).report
         dist.barrier()
         start = time.perf_counter()
-        report(self.plain, self.optimizer, {"epoch": 0})
+        report(self.plain, self.optimizer, {"epoch": 0}, {})
         return time.perf_counter() - start
 
     def save(self) -> tuple[float, int]:

@@ -50,5 +50,7 @@ class Row:
             f"{1 / ratio.spread:.3g} to {ratio.spread:.3g}",
             "" if bar == "printed" else ratio.verdict(at_most, at_least),
             note,
-            vars(ratio) | {"at_most": at_most, "at_least": at_least},
+            {}  # nothing to draw without a bar
+            if bar == "printed"
+            else vars(ratio) | {"at_most": at_most, "at_least": at_least},
         )
