@@ -1,6 +1,5 @@
 """The benchmark's statistics, and its table: no timing is tested here."""
 
-import itertools
 import json
 import subprocess
 import sys
@@ -368,11 +367,13 @@ def test_what_torchrun_starts_imports_no_more_than_a_script_does():
 
 @pytest.mark.parametrize(("error", "verdict"), [(0.1, MET), (0.5, MISSED)])
 def test_a_step_is_judged_by_the_size_that_is_predicted_worst(error, verdict):
-    laptop = timing.Machine(flops=4e10, bandwidth=1e9, latency=3e-4)
-    keys = itertools.product(predicting.FIT + predicting.LARGER, predicting.STRATEGIES)
-    works = {(*size, name): predicting.work_of(*size, name) for size, name in keys}
+    laptop = timing.Machine(flops=4e10, bandwidth=1e9, latency=3e-4, group=1e-3)
+    keys = [*predicting.keys_of(True), *predicting.keys_of(False)]
+    works = {key: predicting.work_of(*key) for key in keys}
     seconds = {key: timing.predict(work, laptop).exposed for key, work in works.items()}
-    seconds[16, 64, "fsdp2"] *= 1 + error  # one of nine, outside of the fitted range
+    seconds[16, 64, "fsdp2", True] *= (
+        1 + error
+    )  # one of nine, outside of the fitted range
     row, without = predicting.rows_of([seconds] * 10)
     assert row.verdict == verdict
     assert float(row.value) == pytest.approx(1 / (1 + error), rel=0.01)

@@ -8,24 +8,27 @@ from utils.errors import BadInput
 from utils.timing import Machine, Work
 
 pytestmark = pytest.mark.part03
-LAPTOP = Machine(flops=4e10, bandwidth=1e9, latency=3e-4, start=2e-3)
+LAPTOP = Machine(4e10, bandwidth=1e9, latency=3e-4, start=2e-3, group=1e-3, memory=4e9)
 
 
 def works() -> list[Work]:
     return [
         Work(
             timing.training_flops(p, t),
-            6 * p,
-            timing.messages(strategy, layers),
+            network * 6 * p,
+            network * timing.messages(strategy, layers),
             layers,
+            timing.groups(strategy, layers),
+            16 * p / (1 if strategy == "ddp" else 2),
         )
-        for p, t, layers in ((1e5, 512, 2), (4e5, 1024, 4), (2e6, 512, 8))
+        for p, t, layers in ((1e5, 512, 2), (1e6, 2048, 4), (2e6, 128, 8))
         for strategy in ("ddp", "fsdp2", "fsdp2-keep")
+        for network in (True, False)
     ]
 
 
 def test_the_constants_of_a_machine_are_found_again():
-    noise = np.random.default_rng(0).uniform(0.98, 1.02, len(works()))
+    noise = np.random.default_rng(0).uniform(0.995, 1.005, len(works()))
     seconds = [timing.predict(w, LAPTOP).exposed for w in works()] * noise
     found = timing.fit(works(), seconds)
     assert found == pytest.approx(LAPTOP, rel=0.1)
@@ -40,22 +43,24 @@ def test_a_constant_that_is_not_needed_costs_nothing():
 
 
 def test_as_many_steps_as_constants_are_enough():
-    four = [works()[i] for i in (0, 1, 4, 8)]
-    seconds = [timing.predict(work, LAPTOP).exposed for work in four]
-    assert timing.fit(four, seconds) == pytest.approx(LAPTOP)
+    six = [works()[i] for i in (0, 3, 4, 8, 11, 16)]
+    seconds = [timing.predict(work, LAPTOP).exposed for work in six]
+    assert timing.fit(six, seconds) == pytest.approx(LAPTOP)
 
 
 def test_flops_of_a_token_and_the_links_of_a_node():
     assert timing.training_flops(10, 100) == 6000
     of_gpus = {n: timing.h100_cluster(n).bandwidth for n in (4, 8, 16)}
     assert of_gpus == {4: 450e9, 8: 450e9, 16: 400e9}
-    assert Machine(1, 1, 1).start == 0  # a layer costs nothing unless it is said
+    # nothing else costs anything unless it is said
+    everything = Work(1, 1, 1, layers=9, groups=9, state=9)
+    assert timing.predict(everything, Machine(1, 1, 1)) == (2, 3)
     assert {"L40S", "L40", "L4"} < timing.PEAK_FLOPS.keys()
 
 
-def test_two_steps_do_not_tell_four_constants():
-    with pytest.raises(ValueError, match="2 steps cannot tell 4"):
-        timing.fit(works()[:2], [1, 1])
+def test_two_steps_do_not_tell_six_constants():
+    with pytest.raises(ValueError, match="2 steps cannot tell 6"):
+        timing.fit(works()[2:4], [1, 1])
 
 
 def test_what_is_hidden_costs_nothing_until_it_takes_longer():
@@ -69,6 +74,20 @@ def test_messages_are_one_per_trip_and_group():
     assert timing.messages("fsdp2", 4) == 15
     assert timing.messages("fsdp2-keep", 4) == 10
     assert timing.messages("ddp", 4) == 2
+    assert timing.messages("zero1", 4, 4e8) == 2
+    assert [timing.groups(name, 4) for name in ("ddp", "zero3", "fsdp2-keep")] == [
+        0,
+        0,
+        5,
+    ]
+
+
+def test_large_models_are_many_messages_of_ddp_and_few_of_fsdp2():
+    """7 billion gradients in float32 are 1,069 buckets of 25 MiB."""
+    assert timing.messages("ddp", 32, 7e9) == 2 * 1069
+    assert timing.messages("ddp", 32, 7e9, bucket_mb=250) == 2 * 107
+    assert timing.messages("fsdp2", 32, 7e9) == 3 * 33
+    assert timing.messages("zero2", 32, 7e9) == 2 * 14
 
 
 def test_a_hop_takes_what_the_source_measured():

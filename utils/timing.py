@@ -1,9 +1,10 @@
-"""How long a training step takes: computing, sending, a price per message and per layer.
+"""How long a training step takes: computing, the optimizer, sending, and fixed prices.
 
-A model of four constants (a `Machine`), to be fitted on one's own machine or read off data
-sheets. It knows nothing of input pipelines, stragglers or memory.
+A model of six constants (a `Machine`), to be fitted on one's own machine or read off data
+sheets. It knows nothing of input pipelines, stragglers or whether a model fits.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -22,27 +23,35 @@ PARAMETERS, GPUS, TOKENS = (0.76e9, 65e9), (8, 512), (4096, 49152)
 
 
 class Work(NamedTuple):
-    """What one rank does in a step: FLOPs, bytes that it sends, messages, layers.
+    """What one rank does in a step: FLOPs, bytes that it sends, messages, and more.
 
-    A message is a collective. Each layer has as many operations to start as another.
+    A message is a collective. Each layer has as many operations to start as another. A
+    group is what `fully_shard` gathers and splits at a time, with hooks and copies also
+    where nothing is sent. state: bytes of weights, gradients and averages that the
+    optimizer goes through.
     """
 
     flops: float
     sent: float
     messages: float
     layers: float = 0
+    groups: float = 0
+    state: float = 0
 
 
 class Machine(NamedTuple):
-    """What one rank gets: FLOPs and bytes per second, seconds per message and per layer.
+    """What one rank gets: FLOPs and bytes per second, and seconds per message.
 
-    A layer's operations take time to start, however small they are (`start`).
+    start: seconds per layer, whose operations take time to start, however small they are.
+    group: seconds per group. memory: bytes of state per second in the optimizer.
     """
 
     flops: float
     bandwidth: float
     latency: float
     start: float = 0
+    group: float = 0
+    memory: float = float("inf")
 
 
 class Seconds(NamedTuple):
@@ -63,19 +72,42 @@ def training_flops(parameters: float, tokens: float) -> float:
     return 6 * parameters * tokens
 
 
-def messages(strategy: str, layers: int) -> int:
-    """Collectives of a step with one group per layer and one for the rest of the model.
+def groups(strategy: str, layers: int) -> int:
+    """Groups of parameters that FSDP2 gathers: one per layer, and the rest of the model."""
+    return layers + 1 if strategy.startswith("fsdp2") else 0
 
-    FSDP2 and ZeRO-3 make one per trip and group. DDP, ZeRO-1 and ZeRO-2 send buckets, here
-    taken as one per trip. `strategy` is a key of `utils.comms.TRIPS`.
+
+def messages(
+    strategy: str, layers: int, parameters: float = 0, bucket_mb: float = 25
+) -> int:
+    """Collectives of a step, each trip for itself: an all-reduce makes two.
+
+    FSDP2 and ZeRO-3 make one per trip and group, one of which is each layer. DDP sends
+    gradients in float32 in buckets of 25 MiB (`bucket_cap_mb`), ZeRO-1 and ZeRO-2 buckets
+    of 5e8 numbers (`reduce_bucket_size`).
+
+    Args:
+        strategy: a key of `utils.comms.TRIPS`.
+        layers: of the model.
+        parameters: of the model; 0 for one that fits into one bucket.
+        bucket_mb: of DDP, in MiB.
+
+    Sources: https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
+    and https://www.deepspeed.ai/docs/config-json/
     """
-    by_group = strategy.startswith("fsdp2") or strategy == "zero3"
-    return TRIPS[strategy] * (layers + 1 if by_group else 1)
+    if strategy.startswith("fsdp2") or strategy == "zero3":
+        return TRIPS[strategy] * (layers + 1)
+    if strategy == "ddp":
+        buckets = math.ceil(4 * parameters / (bucket_mb * 2**20))
+    else:
+        buckets = math.ceil(parameters / 5e8)
+    return TRIPS[strategy] * max(1, buckets)
 
 
 def predict(work: Work, machine: Machine) -> Seconds:
     """The bounds of a step. On CPUs, whose cores both compute and send, take `exposed`."""
-    computing = work.flops / machine.flops + work.layers * machine.start
+    computing = work.flops / machine.flops + work.state / machine.memory
+    computing += work.layers * machine.start + work.groups * machine.group
     sending = work.sent / machine.bandwidth + work.messages * machine.latency
     return Seconds(max(computing, sending), computing + sending)
 
@@ -95,9 +127,13 @@ def fit(works: Sequence[Work], seconds: Sequence[float]) -> Machine:
         raise ValueError(f"{len(works)} steps cannot tell {constants} constants apart.")
     scale[scale == 0] = 1
     found, _ = nnls(costs / scale, np.ones(len(works)))
-    per_flop, per_byte, per_message, per_layer = map(float, found / scale)
-    flops, bandwidth = (1 / x if x else float("inf") for x in (per_flop, per_byte))
-    return Machine(flops, bandwidth, per_message, per_layer)
+    prices = Work(*map(float, found / scale))
+    flops, bandwidth, memory = (
+        1 / price if price else float("inf")
+        for price in (prices.flops, prices.sent, prices.state)
+    )
+    fixed = prices.messages, prices.layers, prices.groups
+    return Machine(flops, bandwidth, *fixed, memory)
 
 
 def h100_cluster(gpus: int, utilisation: float = 0.4) -> Machine:

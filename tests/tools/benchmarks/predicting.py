@@ -1,5 +1,6 @@
 """Seconds of steps outside of the fitted range: predicted by utils.timing, or measured."""
 
+import contextlib
 import time
 
 import numpy as np
@@ -12,27 +13,33 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from tests import sharding
 from tests.tools.benchmarks.ratios import MET, MISSED, NOT_DECIDED, interval
 from tests.tools.benchmarks.rows import Row
-from utils import comms, timing
+from utils import comms, memory, timing
+from utils.checks.sharding import fake_ranks
 from utils.launch import run_ranks
 from utils.models import GPT, GPTConfig
 
 # Layers and width of the GPTs of notebook 03/05, each with every strategy.
 FIT = [(2, 64), (4, 64), (8, 64), (2, 128), (4, 128), (2, 256)]
 LARGER = [(16, 64), (8, 128), (4, 256)]
-STRATEGIES = ("ddp", "fsdp2", "fsdp2-keep")
+# By whether there is a network; DDP that sends nothing is the bare model.
+STRATEGIES = {
+    True: ("ddp", "fsdp2", "fsdp2-keep"),
+    False: ("single", "fsdp2", "fsdp2-keep"),
+}
 TEXTS, ROUNDS, BAR = 8, 16, 0.2
 
-Key = tuple[int, int, str]  # layers, width, strategy
+Key = tuple[int, int, str, bool]  # layers, width, strategy, network
 
 
 def build(layers: int, width: int, strategy: str):
     torch.manual_seed(0)
     model = GPT(GPTConfig(layers=layers, width=width))
+    wrapped: nn.Module = model
     if strategy == "ddp":
-        wrapped: nn.Module = DDP(model, gradient_as_bucket_view=True)
-    else:
+        wrapped = DDP(model, gradient_as_bucket_view=True)
+    elif strategy != "single":
         wrapped = sharding.shard(model, keep=strategy.endswith("keep"))
-    return wrapped, torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
+    return wrapped, torch.optim.AdamW(wrapped.parameters(), lr=1e-3, fused=True)
 
 
 def seconds_of(tokens: torch.Tensor, model, optimizer) -> float:
@@ -49,29 +56,42 @@ def seconds_of(tokens: torch.Tensor, model, optimizer) -> float:
     return min(found)
 
 
-def measure() -> list[dict[Key, float]]:
-    """Seconds by key, of each round through all sizes, up and down in turns."""
-    dist.init_process_group("gloo")
-    keys = [(*size, name) for size in FIT + LARGER for name in STRATEGIES]
-    built = {key: build(*key) for key in keys}
-    tokens = torch.randint(256, (TEXTS, 64))
-    rounds = []
-    for number in range(-1, ROUNDS):  # one to warm up
-        order = keys if number % 2 else keys[::-1]
-        rounds.append({key: seconds_of(tokens, *built[key]) for key in order})
-    return rounds[1:]
+def keys_of(network: bool) -> list[Key]:
+    sizes = FIT + LARGER if network else FIT
+    return [(*size, name, network) for size in sizes for name in STRATEGIES[network]]
 
 
-def work_of(layers: int, width: int, strategy: str) -> timing.Work:
+def measure(network: bool) -> list[dict[Key, float]]:
+    """Seconds by key, of each round through all sizes, up and down in turns.
+
+    Without a network, each process is in a group that sends nothing.
+    """
+    if network:
+        dist.init_process_group("gloo")
+    with contextlib.nullcontext() if network else fake_ranks(2):
+        keys = keys_of(network)
+        built = {key: build(*key[:3]) for key in keys}
+        tokens = torch.randint(256, (TEXTS, 64))
+        rounds = []
+        for number in range(-1, ROUNDS):  # one to warm up
+            order = keys if number % 2 else keys[::-1]
+            rounds.append({key: seconds_of(tokens, *built[key]) for key in order})
+        return rounds[1:]
+
+
+def work_of(layers: int, width: int, strategy: str, network: bool) -> timing.Work:
     """What a rank of two does in a step."""
     with torch.device("meta"):
         model = GPT(GPTConfig(layers=layers, width=width))
     parameters = sum(p.numel() for p in model.parameters())
+    stage = 3 if strategy.startswith("fsdp2") else 0
     return timing.Work(
-        timing.training_flops(parameters, TEXTS * 64),
-        comms.predict(strategy, 4 * parameters, 2),
-        timing.messages(strategy, layers),
-        layers,
+        flops=timing.training_flops(parameters, TEXTS * 64),
+        sent=comms.predict(strategy, 4 * parameters, 2) if network else 0,
+        messages=timing.messages(strategy, layers, parameters) if network else 0,
+        layers=layers,
+        groups=timing.groups(strategy, layers),
+        state=memory.predict(parameters, 2, stage).total,
     )
 
 
@@ -82,7 +102,7 @@ def predicted_over_measured(
     works = {key: work_of(*key) for key in rounds[0]}
     if not latency:
         works = {key: work._replace(messages=0) for key, work in works.items()}
-    found = {key: [] for key in works if key[:2] in LARGER}
+    found: dict[Key, list] = {key: [] for key in works if key[:2] in LARGER}
     for seconds in rounds:
         fitted = [key for key in seconds if key[:2] in FIT]
         machine = timing.fit([works[k] for k in fitted], [seconds[k] for k in fitted])
@@ -115,7 +135,7 @@ def rows_of(rounds: list[dict[Key, float]]) -> list[Row]:
                 verdict=verdict if latency else "",
                 note=f"{worst[0]} layers, width {worst[1]}, {worst[2]}; "
                 f"{mean:.0%} off on average",
-                data={" ".join(map(str, key)): each for key, each in ratios.items()},
+                data={" ".join(map(str, k[:3])): each for k, each in ratios.items()},
             )
         )
     return found
@@ -123,4 +143,5 @@ def rows_of(rounds: list[dict[Key, float]]) -> list[Row]:
 
 def rows() -> list[Row]:
     """Row 15 of the table."""
-    return rows_of(run_ranks(measure, 2)[0])
+    rounds = zip(*(run_ranks(measure, 2, network)[0] for network in (True, False)))
+    return rows_of([sent | free for sent, free in rounds])
