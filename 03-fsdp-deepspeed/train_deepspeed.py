@@ -74,7 +74,7 @@ def build(shape, device, config, seed=0):
         model = GPT(shape).to(device)  # every layer is cut as soon as it is made
     # whole again one by one; of what the ranks then write, that of rank 0 counts
     gather = partial(deepspeed.zero.GatheredParameters, modifier_rank=0)
-    fill_by_name(model, gather)  # the same weights on every number of ranks
+    fill_by_name(model, gather, seed)  # the same weights on every number of ranks
     generators.seed_rank(seed)  # NEW: equal seeds would make equal noise on all ranks
     return model
 
@@ -97,7 +97,7 @@ def train_steps(engine, train_set, first_step, args):
     start = time.perf_counter()
     for done in range(first_step + 1, args.steps + 1):
         batch = datasets.share_of_batch(
-            train_set, done - 1, global_batch, rank, world_size
+            train_set, done - 1, global_batch, rank, world_size, args.seed
         )
         inputs, targets = (t.to(device, non_blocking=True) for t in batch)
         losses.append(train_step(engine, inputs, targets))

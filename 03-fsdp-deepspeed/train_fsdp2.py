@@ -68,7 +68,7 @@ def build(config, device, args):
         model = GPT(config)
     shard(model, dist.init_device_mesh(device.type, (dist.get_world_size(),)), args)
     model.to_empty(device="cpu" if args.offload else device)  # memory for the shards
-    fill_by_name(model)  # the same weights on every number of ranks
+    fill_by_name(model, seed=args.seed)  # the same weights on every number of ranks
     # equal seeds would make equal noise on all ranks
     generators.seed_rank(args.seed)  # NEW
     return model
@@ -103,7 +103,7 @@ def train_steps(model, optimizer, train_set, first_step, args):
     start = time.perf_counter()
     for done in range(first_step + 1, args.steps + 1):
         batch = datasets.share_of_batch(
-            train_set, done - 1, global_batch, rank, world_size
+            train_set, done - 1, global_batch, rank, world_size, args.seed
         )
         inputs, targets = (t.to(device, non_blocking=True) for t in batch)
         losses.append(train_step(model, optimizer, inputs, targets, args.clip))

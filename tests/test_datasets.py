@@ -337,8 +337,9 @@ def test_batches_that_cannot_be_shared_are_refused():
 def test_the_shares_of_all_ranks_are_the_batch_and_every_epoch_has_its_order():
     data = TensorDataset(torch.arange(50))  # an epoch has four batches of 12
 
-    def numbers(step, rank=0, world_size=1):
-        return datasets.share_of_batch(data, step, 12, rank, world_size)[0].tolist()
+    def numbers(step, rank=0, world_size=1, seed=0):
+        share = datasets.share_of_batch(data, step, 12, rank, world_size, seed)
+        return share[0].tolist()
 
     batches = [[n for rank in range(3) for n in numbers(s, rank, 3)] for s in range(8)]
     for epoch in (batches[:4], batches[4:]):
@@ -346,3 +347,4 @@ def test_the_shares_of_all_ranks_are_the_batch_and_every_epoch_has_its_order():
         assert len(set(seen)) == len(seen) == 48
     assert [set(batch) for batch in batches] == [set(numbers(s)) for s in range(8)]
     assert batches[:4] != batches[4:]
+    assert numbers(0, seed=1) not in [numbers(step) for step in range(8)]

@@ -113,6 +113,8 @@ def test_filled_by_name_the_weights_are_as_init_weights_draws_them():
     again = GPT(SMOKE)
     fill_by_name(again)
     assert torch.equal(again.blocks[1].up.weight, second)
+    fill_by_name(again, seed=1)
+    assert not torch.equal(again.blocks[1].up.weight, second)
 
 
 def test_a_gpt_says_what_is_wrong():

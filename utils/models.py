@@ -140,7 +140,7 @@ class GPT(nn.Module):
 
 
 @torch.no_grad()
-def fill_by_name(model: nn.Module, gather=nullcontext) -> None:
+def fill_by_name(model: nn.Module, gather=nullcontext, seed: int = 0) -> None:
     """Give a GPT random weights, the same on every number of ranks, sharded or not.
 
     Each parameter is drawn whole from a seed of its name, on the CPU of every rank. If it
@@ -152,10 +152,12 @@ def fill_by_name(model: nn.Module, gather=nullcontext) -> None:
         model: in memory, not on "meta".
         gather: for parameters that are whole only in a `with gather(parameter)` block,
             as at stage 3 of DeepSpeed.
+        seed: another one gives other weights.
     """
     for name, parameter in model.named_parameters():
         with gather(parameter):
-            parameter.copy_(cut_like(parameter, start_values(name, parameter.shape)))
+            whole = start_values(name, parameter.shape, seed)
+            parameter.copy_(cut_like(parameter, whole))
 
 
 def cut_like(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
@@ -166,11 +168,11 @@ def cut_like(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     return distribute_tensor(whole, mesh, placements, src_data_rank=None)
 
 
-def start_values(name: str, shape: torch.Size) -> torch.Tensor:
+def start_values(name: str, shape: torch.Size, seed: int = 0) -> torch.Tensor:
     """What a GPT's parameter `name` starts from, drawn from a seed of that name."""
     if name.endswith("bias"):
         return torch.zeros(shape)
     if len(shape) == 1:  # the weight of a layer norm
         return torch.ones(shape)
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed)
     return torch.empty(shape).normal_(std=0.02, generator=generator)

@@ -33,13 +33,18 @@ class ResumableSampler(DistributedSampler):
 
 
 def share_of_batch(
-    dataset: TensorDataset, step: int, global_batch: int, rank: int, world_size: int
+    dataset: TensorDataset,
+    step: int,
+    global_batch: int,
+    rank: int,
+    world_size: int,
+    seed: int = 0,
 ) -> tuple[torch.Tensor, ...]:
     """What `rank` gets of the batch of `step`: `global_batch / world_size` examples.
 
     Depends on nothing else: a run that is resumed, also on another number of ranks, sees
-    the same batches. Every epoch has an order of its own; its last, short batch is left
-    out. Returns the tensors of the dataset, each [global_batch / world_size, ...].
+    the same batches. Every epoch has an order of its own, by `seed`; its last, short batch
+    is left out. Returns the tensors of the dataset, each [global_batch / world_size, ...].
 
     Raises:
         BadInput: the ranks cannot share the batch equally, or it exceeds the dataset.
@@ -56,7 +61,8 @@ def share_of_batch(
             "lower the batch size or the number of workers."
         )
     epoch, step = divmod(step, steps_per_epoch)
-    order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(epoch))
+    generator = torch.Generator().manual_seed(seed * 100_003 + epoch)
+    order = torch.randperm(len(dataset), generator=generator)
     return dataset[
         order[step * global_batch : (step + 1) * global_batch][rank::world_size]
     ]
