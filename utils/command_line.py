@@ -158,7 +158,8 @@ def find_run(args: argparse.Namespace) -> tuple[str, Path]:
         return new_run(args)
     prepare_folder(args)
     name, folder = Path(sys.argv[0]).stem, args.checkpoint_dir
-    print(runs.begin(folder, "the checkpoints" if (folder / name).exists() else None))
+    if not any((folder / name).glob("checkpoint_*")):  # else a worker says which
+        print(runs.begin(folder, None))
     args.stop_file = folder / name / "stop"
     return name, folder
 
