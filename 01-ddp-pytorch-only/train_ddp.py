@@ -188,9 +188,9 @@ def load_checkpoint(args, model, optimizer):
             generators.restore(state["generators"])
             at = {name: state[name] for name in at}
     if dist.get_rank() == 0 and args.checkpoint_dir:
-        part = f", and {at['images']} images more" if at["images"] else ""
-        done = f"epoch {at['epoch']}{part}" if path else None
-        print(runs.begin(args.checkpoint_dir, done, at["epoch"] >= args.epochs))
+        done = f"epoch {at['epoch']}" if path else None
+        is_finished = at["epoch"] >= args.epochs
+        print(runs.begin(args.checkpoint_dir, done, is_finished, at["images"]))
     return at
 
 

@@ -67,12 +67,19 @@ def test_what_differs_from_the_run_in_a_checkpoint_is_named(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("done", "finished", "line"),
+    ("done", "line"),
     [
-        (None, False, "starts anew: D holds no checkpoint yet"),
-        ("epoch 3", False, "goes on after epoch 3 of D"),
-        ("epoch 3", True, "nothing is left to train after epoch 3 of D: ask for more"),
+        ((None,), "starts anew: D holds no checkpoint yet"),
+        (("epoch 3",), "goes on after epoch 3 of D"),
+        (
+            ("epoch 3", True),
+            "nothing is left to train after epoch 3 of D: ask for more",
+        ),
+        (
+            ("epoch 3", False, 64),
+            "goes on after epoch 3 of D, and 64 images of the next",
+        ),
     ],
 )
-def test_one_line_says_where_a_run_begins(done, finished, line, tmp_path):
-    assert runs.begin(tmp_path / "D", done, finished) == line
+def test_one_line_says_where_a_run_begins(done, line, tmp_path):
+    assert runs.begin(tmp_path / "D", *done) == line

@@ -58,19 +58,23 @@ def prepare(folder: Path, fresh: bool) -> None:
     check_writable(folder)
 
 
-def begin(folder: Path, done: str | None, is_finished: bool = False) -> str:
+def begin(
+    folder: Path, done: str | None, is_finished: bool = False, images: int | None = 0
+) -> str:
     """Return the line that says where a run begins.
 
     Args:
         folder: of its checkpoints.
         done: what the newest one has, as in "epoch 3"; None if there is none.
         is_finished: whether nothing is left to train.
+        images: how many of the next epoch it has, too.
     """
     if not done:
         return f"starts anew: {folder.name} holds no checkpoint yet"
     if is_finished:
         return f"nothing is left to train after {done} of {folder.name}: ask for more"
-    return f"goes on after {done} of {folder.name}"
+    more = f", and {images} images of the next" if images else ""
+    return f"goes on after {done} of {folder.name}{more}"
 
 
 def check_same(checkpoint: Path, saved: dict | None, now: dict | None) -> None:
