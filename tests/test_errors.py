@@ -41,6 +41,7 @@ def test_a_rank_raises_it():
 
 @pytest.mark.part02
 @pytest.mark.slow
+@pytest.mark.xdist_group("ray")
 def test_a_task_of_ray_raises_it(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     start_ray(1)

@@ -156,8 +156,9 @@ def fill_by_name(model: nn.Module, gather=nullcontext, seed: int = 0) -> None:
     """
     for name, parameter in model.named_parameters():
         with gather(parameter):
-            whole = start_values(name, parameter.shape, seed)
-            parameter.copy_(cut_like(parameter, whole))
+            parameter.copy_(  # no name for it: the next would be drawn beside it
+                cut_like(parameter, start_values(name, parameter.shape, seed))
+            )
 
 
 def cut_like(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
