@@ -79,7 +79,7 @@ def train_fn(config):
     steps_per_epoch = len(train_loader)
     global_batch = batch_size * world_size
     bf16 = config["bf16"]
-    at = load_latest(model, optimizer, config["run"])
+    at = load_latest(model, optimizer, config)
     stop = stopping.Stop(config["stop_file"], ray.train.get_preemption_info)
     while at["epoch"] < config["epochs"]:
         # images are counted, as another number of ranks takes other steps
@@ -152,17 +152,19 @@ def report(model, optimizer, metrics, run):
         ray.train.report(metrics, checkpoint=checkpoint)  # waits for all ranks
 
 
-def load_latest(model, optimizer, run):
+def load_latest(model, optimizer, config):
     """Go on from the latest checkpoint, if any; returns where it stands."""
     at = {"epoch": 0, "images": 0, "accuracy": None}
     checkpoint = ray.train.get_checkpoint()  # after a failure, or of an earlier start
     if not checkpoint:
+        if config["checkpoint_dir"] and dist.get_rank() == 0:
+            print(runs.begin(config["checkpoint_dir"], None))
         return at
     reading = checkpoint_files.explain_reading(checkpoint.path)
     with reading, checkpoint.as_directory() as folder:
         file = f"{folder}/checkpoint.pt"
         state = torch.load(file, map_location="cpu", weights_only=True)
-        runs.check_same(checkpoint.path, state["run"], run)
+        runs.check_same(checkpoint.path, state["run"], config["run"])
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         generators.restore(state["generators"])

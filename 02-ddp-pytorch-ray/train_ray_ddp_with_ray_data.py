@@ -82,7 +82,7 @@ def train_fn(config):
     train_shard = ray.train.get_dataset_shard("train")  # of the stream, not of a list
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model, wrapped, optimizer = build(config["lr"], config["seed"])
-    at = load_latest(model, optimizer, config["run"])
+    at = load_latest(model, optimizer, config)
     stop = stopping.Stop(config["stop_file"])
     while at["epoch"] < config["num_epochs"]:
         start = time.perf_counter()
@@ -170,17 +170,19 @@ def report(model, optimizer, metrics, run):
         ray.train.report(metrics, checkpoint=checkpoint)  # waits for all ranks
 
 
-def load_latest(model, optimizer, run):
+def load_latest(model, optimizer, config):
     """Go on from the latest checkpoint, if any; returns where it stands."""
     at = {"epoch": 0, "images": 0, "accuracy": None}
     checkpoint = ray.train.get_checkpoint()  # after a failure, or of an earlier start
     if not checkpoint:
+        if config["checkpoint_dir"] and dist.get_rank() == 0:
+            print(runs.begin(config["checkpoint_dir"], None))
         return at
     reading = checkpoint_files.explain_reading(checkpoint.path)
     with reading, checkpoint.as_directory() as folder:
         file = f"{folder}/checkpoint.pt"
         state = torch.load(file, map_location="cpu", weights_only=True)
-        runs.check_same(checkpoint.path, state["run"], run)
+        runs.check_same(checkpoint.path, state["run"], config["run"])
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         generators.restore(state["generators"])

@@ -118,3 +118,13 @@ def test_gloo_between_nodes_that_name_themselves_127_is_said():
     assert "set GLOO_SOCKET_IFNAME on every node" in str(failures.what_to_mend(own))
     far = WorkerGroupError("failed", {1: RuntimeError(told.format("10.0.0.2"))})
     assert failures.what_to_mend(far) is None
+
+
+def test_a_killed_first_save_is_removed_and_nothing_else(tmp_path):
+    """Ray has no list then; with one, tests/test_stopping.py removes what it lacks."""
+    (tmp_path / "checkpoint_1").mkdir()
+    (tmp_path / "checkpoint_1" / "checkpoint.pt").write_bytes(b"half")
+    (tmp_path / "stop").touch()
+    failures.remove_cut_off(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["stop"]
+    failures.remove_cut_off(tmp_path / "not there")

@@ -205,7 +205,7 @@ def load(script, folder: Path, monkeypatch, run=RUN) -> dict:
         return script.load_checkpoint(args, *build())
     there = Checkpoint.from_directory(folder)
     monkeypatch.setattr(ray.train, "get_checkpoint", lambda: there)
-    return script.load_latest(*build(), run)
+    return script.load_latest(*build(), {"run": run, "checkpoint_dir": folder})
 
 
 @BOTH
@@ -213,6 +213,25 @@ def test_a_checkpoint_that_fits_is_loaded(path, tmp_path, monkeypatch, capsys):
     file_of(path, tmp_path).write_bytes(saved(epoch=4))
     assert load(scripts.load(path), tmp_path, monkeypatch)["epoch"] == 4
     assert "goes on after epoch 4" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "path",
+    [scripts.TRAIN_RAY_DDP, scripts.TRAIN_RAY_DDP_WITH_RAY_DATA],
+    ids=lambda path: path.stem,
+)
+def test_what_ray_did_not_note_as_whole_is_said_to_be_none(
+    path, tmp_path, monkeypatch, capsys
+):
+    """A kill in the first save leaves a folder, and no checkpoint."""
+    (tmp_path / "killed" / path.stem / "checkpoint_1").mkdir(parents=True)
+    script = scripts.load(path)
+    monkeypatch.setattr(script.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(ray.train, "get_checkpoint", lambda: None)
+    config = {"run": RUN, "checkpoint_dir": tmp_path / "killed"}
+    assert script.load_latest(*build(), config)["epoch"] == 0
+    said = capsys.readouterr().out
+    assert said == "starts anew: killed holds no checkpoint yet\n"
 
 
 @BOTH

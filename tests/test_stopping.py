@@ -167,22 +167,27 @@ def test_a_run_killed_at_twenty_moments_of_its_saves_always_goes_on(script, tmp_
     for _ in range(20):
         job = Job(script, folder, arguments=arguments)
         job.wait_for("starts anew|goes on after|nothing is left")
-        # Ray's driver says it long before a worker saves: wait for that
+        # what Ray starts takes long: a kill that waits for no save would meet none
         longest = PATIENCE if script in (RAY, STREAM) else moments.uniform(0, 6)
-        deadline = time.monotonic() + longest
+        deadline, nth = time.monotonic() + longest, moments.choice([1, 2, 3, 4])
         before = saves(folder)
         while time.monotonic() < deadline and job.process.poll() is None:
-            if saves(folder) - before:
+            if len(saves(folder) - before) >= nth:
                 saving += 1
                 break  # it is saving now
         time.sleep(moments.uniform(0, 0.05))
         kill_family(job.process.pid)
         job.end()
-        assert not job.said("damaged|Traceback"), "".join(job.lines)
+        # not of Ray's own processes, which tell so of a late answer on a busy host
+        trouble = r"damaged|^Traceback|RayTrainWorker\b.*Traceback"
+        assert not job.said(trouble), "".join(job.lines)
     print(f"{saving} of 20 were saving")
     assert saving
     job = Job(script, folder, arguments=arguments)
     assert job.end() == 0, "".join(job.lines)
+    names = [path.name for path in folder.rglob("*")]
+    left = [name for name in names if re.match("step-|checkpoint_[0-9]", name)]
+    assert len(left) == 2, left  # the newest two, and nothing of a killed save
 
 
 @pytest.mark.slow
@@ -198,11 +203,17 @@ def test_a_streamed_run_that_is_stopped_goes_on_after_its_last_epoch(tmp_path):
         said,
     )
     assert stopped, "".join(first.lines)
+    run = tmp_path / STREAM.stem
+    cut_off = run / "checkpoint_2026-11-26_12-00-00.000000"
+    cut_off.mkdir()
+    (cut_off / "checkpoint.pt").write_bytes(b"half")
     epochs = ["--num-epochs", stopped[1]]
     again = Job(STREAM, tmp_path, arguments=[*STREAMED, *epochs])
     assert again.end() == 0, "".join(again.lines)
     assert again.said(f"goes on after epoch {int(stopped[1]) - 1}")
     assert again.said(f"epoch {stopped[1]}:")
+    assert not cut_off.exists()
+    assert len(list(run.glob("checkpoint_*/"))) == 2
 
 
 def saves(folder: Path) -> set[str]:

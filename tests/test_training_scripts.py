@@ -565,7 +565,7 @@ def test_a_checkpoint_is_loaded_to_the_cpu(path, tmp_path, monkeypatch):
     else:
         there = script.ray.train.Checkpoint.from_directory(tmp_path)
         monkeypatch.setattr(script.ray.train, "get_checkpoint", lambda: there)
-        script.load_latest(model, optimizer, {})
+        script.load_latest(model, optimizer, {"run": {}})
     assert loaded_to == ["cpu"] * 2  # weights, and states of generators
 
 

@@ -157,9 +157,10 @@ def find_run(args: argparse.Namespace) -> tuple[str, Path]:
     if not args.checkpoint_dir:
         return new_run(args)
     prepare_folder(args)
+    from utils.failures import remove_cut_off  # here: it imports Ray, for part 02 alone
+
     name, folder = Path(sys.argv[0]).stem, args.checkpoint_dir
-    if not any((folder / name).glob("checkpoint_*")):  # else a worker says which
-        print(runs.begin(folder, None))
+    remove_cut_off(folder / name)
     args.stop_file = folder / name / "stop"
     return name, folder
 

@@ -1,11 +1,13 @@
 """Find what failed in a run of Ray Train, and the sentence that says how to mend it."""
 
 import contextlib
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pyarrow as pa
 import ray
+import ray.train
 from ray.train import CheckpointConfig, TrainingFailedError, UserCallback
 
 from utils.errors import BadInput
@@ -45,6 +47,25 @@ def run_options(name: str, folder: Path, keep: int) -> dict:
         "checkpoint_config": CheckpointConfig(num_to_keep=keep),
         "callbacks": [NoRestartOnBadInput()],
     }
+
+
+def remove_cut_off(run: Path) -> None:
+    """Remove from a run's folder what killed saves have left: no checkpoint of Ray's list.
+
+    As large as a checkpoint, and of no use, as Ray never takes it for one. Call it while
+    nobody trains this run.
+    """
+    found = set(run.glob("checkpoint_*/"))
+    if not found:
+        return
+    try:
+        listed = ray.train.Result.from_path(run).best_checkpoints or []
+    except RuntimeError:  # there is no list, as no save has ended
+        listed = []
+    whole = {Path(checkpoint.path).name for checkpoint, _ in listed}
+    for path in found:
+        if path.name not in whole:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 @contextlib.contextmanager
