@@ -326,6 +326,37 @@ except Exception as error:
     assert done.stdout == f"{calls} Exception {error}\n", done.stderr
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        "Failed to find a valid port for dashboard after 0 retries",
+        "Failed to bind to 127.0.0.1:8265 because it's already occupied.",
+    ],
+)
+def test_a_port_of_the_dashboard_that_was_taken_meanwhile_is_another_one_then(said):
+    program = (
+        f"""
+said = {said!r}
+"""
+        + """
+from types import SimpleNamespace
+from utils import cluster
+import ray
+ports, free = [], iter([8265, 8266])
+cluster.free_port = lambda wanted: next(free)
+def init(**options):
+    ports.append(options["dashboard_port"])
+    if len(ports) == 1:
+        raise Exception(said)
+    return SimpleNamespace(dashboard_url=f"127.0.0.1:{ports[-1]}")
+ray.init = init
+print(cluster._connect(1, "local", {}), ports)
+"""
+    )
+    done = run(program)
+    assert done.stdout == "http://127.0.0.1:8266 [8265, 8266]\n", done.stderr
+
+
 def test_ray_data_starts_no_ray_of_its_own():
     program = """
 import utils.cluster, ray

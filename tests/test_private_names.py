@@ -47,6 +47,9 @@ USED = [
         "utils/command_line.py",
     ),  # its JSON is described
     ("torch: TORCH_DISABLE_SHARE_RDZV_TCP_STORE", f"{P01}/03_*.ipynb"),
+    ("torch: Root Cause", f"{P01}/03_*.ipynb"),  # in torchrun's summary of a death
+    ("torch: keep_alive_max_attempt", f"{P01}/03_*.ipynb"),
+    ("torch: failed to pass monitoredBarrier", f"{P01}/03_*.ipynb"),
     ("torch: .metadata", f"{P03}/train_fsdp2.py"),  # a checkpoint's last file
     # of torch.save, on a full disk
     ("torch: inline_container.cc", "utils/checkpoint_files.py"),
@@ -56,10 +59,13 @@ USED = [
     ("ray._private.ray_constants.ENABLE_RAY_CLUSTER", "utils/cluster.py"),
     ("ray._private.ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR", "utils/cluster.py"),
     (
+        "ray._private.ray_constants.RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S",
+        f"{P02}/05_*.ipynb",
+    ),
+    (
         "ray._private.runtime_env.constants.RAY_JOB_CONFIG_JSON_ENV_VAR",
         "utils/cluster.py",
     ),
-    ("ray._private.runtime_env.packaging.GCS_STORAGE_MAX_SIZE", f"{P02}/06_*.ipynb"),
     ("ray._private.services.get_node", "tests/test_cluster.py"),
     ("ray._private.services.get_ray_address_from_environment", "utils/cluster.py"),
     ("ray._private.utils.get_system_memory", "utils/ray_memory.py"),
@@ -68,8 +74,12 @@ USED = [
     (TOKEN, "utils/cluster.py"),
     ("ray.cloudpickle.register_pickle_by_value", "tests/test_faults.py"),
     ("ray.cluster_utils.Cluster", "utils/nodes.py"),
+    ("ray.dashboard.modules.dashboard_sdk", f"{P02}/07_*.ipynb"),  # a logger
     (f"{CONSTANTS}.DEFAULT_COLLECTIVE_TIMEOUT_S", f"{P02}/04_*.ipynb"),
     (f"{CONSTANTS}.DEFAULT_COLLECTIVE_WARN_INTERVAL_S", f"{P02}/04_*.ipynb"),
+    (f"{CONSTANTS}.DEFAULT_HEALTH_CHECK_INTERVAL_S", f"{P02}/05_*.ipynb"),
+    (f"{CONSTANTS}.DEFAULT_PREEMPTION_POLL_INTERVAL_S", f"{P02}/05_*.ipynb"),
+    (f"{CONSTANTS}.DEFAULT_WORKER_GROUP_START_TIMEOUT_S", f"{P02}/05_*.ipynb"),
     (f"{CONSTANTS}.DEFAULT_WORKER_HEALTH_CHECK_TIMEOUT_S", f"{P02}/04_*.ipynb"),
     (f"{CONSTANTS}.ENABLE_PREEMPTION_WATCHER_ENV_VAR", "tests/test_cluster.py"),
     ("ray.util.get_node_ip_address", "utils/cluster.py"),
@@ -81,8 +91,7 @@ USED = [
     ("ray: AutoscalingCoordinator", "utils/nodes.py"),  # Ray Train's list of nodes
     ("ray: get_reserved_resources", "utils/nodes.py"),
     ("ray: recompute", "utils/nodes.py"),
-    ("ray: RAY_CLIENT_RECONNECT_GRACE_PERIOD", f"{P02}/06_*.ipynb"),
-    ("ray: RAY_DATA_PARQUET_FOOTER_NUM_ACTORS", f"{P02}/03_*.ipynb"),
+    ("ray: RAY_CLIENT_RECONNECT_GRACE_PERIOD", f"{P02}/07_*.ipynb"),
     ("ray: RAY_DATA_USE_DATASOURCE_V2", "utils/processes.py"),
     ("ray: RAY_ENABLE_AUTO_CONNECT", "utils/processes.py"),
     ("ray: RAY_ENABLE_UV_RUN_RUNTIME_ENV", "utils/processes.py"),
@@ -104,6 +113,8 @@ USED = [
     ("ray: RayTrainWorker", "tests/scripts.py"),  # titles of Ray Train's processes
     ("ray: TrainController", "tests/test_faults.py"),
     ("ray: The current node timed out during startup", "utils/cluster.py"),
+    ("ray: Failed to find a valid port for dashboard", "utils/cluster.py"),
+    ("ray: already occupied", "utils/cluster.py"),
     (f"{ENGINE}.TorchCheckpointEngine", "tests/test_security.py"),
     ("deepspeed.ops.__compatible_ops__", "utils/zero.py"),
     ("deepspeed.runtime.zero.muon.muon_optimizer", "utils/zero.py"),

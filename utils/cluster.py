@@ -33,8 +33,17 @@ SPARE_CPUS = 2
 ON_NETWORK = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
 # Where the state API and the jobs API are, for this process and those that it starts.
 API_SERVER = "RAY_API_SERVER_ADDRESS"
-# What `ray.init` says when the Ray that it started did not come up in time.
-GAVE_UP = "The current node timed out during startup"
+# What `ray.init` says of a Ray that did not come up, and what we say if it comes twice.
+TOO_SLOW = (
+    "its processes were not up in time, so this machine is too slow or too busy just now. "
+    "End what else runs on it (`top` shows it), and start this once more."
+)
+PORT_TAKEN = "another program took the port of its dashboard. Start this once more."
+GAVE_UP = {
+    "The current node timed out during startup": TOO_SLOW,
+    "Failed to find a valid port for dashboard": PORT_TAKEN,
+    "already occupied": PORT_TAKEN,
+}
 # What Ray reads when it starts; `processes` sets what it reads when it is imported.
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -272,6 +281,8 @@ def _start(options: dict, again: bool, port: bool):
 
     A raylet waits 15 s for its agent, and no setting makes that more: where the machine is
     slow or busy, Ray gives up. Source: https://github.com/ray-project/ray/issues/65983
+    And where two start at once, as on a machine that people share, one of them may find
+    the port of its dashboard taken, which was free a moment ago.
 
     Args:
         options: of `ray.init`.
@@ -287,16 +298,13 @@ def _start(options: dict, again: bool, port: bool):
         with api_server(f"127.0.0.1:{options['dashboard_port']}"):
             return ray.init(**options)
     except Exception as error:  # Ray raises no kind of its own
-        if GAVE_UP not in str(error):
+        why = next((why for said, why in GAVE_UP.items() if said in str(error)), "")
+        if not why:
             raise
         ray.shutdown()
         _end(set(psutil.Process().children()) - set(before))  # Ray leaves them
         if not again:
-            raise BadInput(
-                "Ray did not start: twice its processes were not up in time, so this "
-                "machine is too slow or too busy just now. End what else runs on it (`top` "
-                "shows it), and start this once more."
-            ) from error
+            raise BadInput(f"Ray did not start: twice {why}") from error
     if not port:
         options = options | {"dashboard_port": free_port(8265)}
     return _start(options, again=False, port=port)
