@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as sd
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from tests.tools import notebooks
 from utils import checks, memory
@@ -90,6 +91,23 @@ def test_unknown_exercise_names_those_there_are():
         checks.check("9.9", 1)
 
 
+def norm_outside(engine):
+    return torch.stack([p.norm() for p in engine.module.parameters()]).norm()
+
+
+def norm_of_pieces(engine):
+    return torch.stack([p.ds_tensor.norm() for p in engine.module.parameters()]).norm()
+
+
+def norm_on_rank_0(engine):
+    import deepspeed
+
+    if dist.get_rank() == 0:
+        with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+            return norm_outside(engine)
+    return 0.0
+
+
 def the_wrong_way_round(model):
     """HSDP whose shards are in pairs, and whose replicas are on both nodes."""
     names = ("replicate", "shard")
@@ -120,6 +138,24 @@ class MakesItTwice(MakesItAgain):
     def __init__(self, make_table):
         super().__init__(make_table)
         make_table()
+
+
+ENDS = ("SUCCEEDED", "FAILED", "STOPPED")
+
+
+def runs_until(ended=ENDS, again=("FAILED",), tries=None):
+    """Submits until a job has succeeded; each argument is a place for a mistake."""
+
+    def run(submit, status, limit):
+        for _ in range(tries or limit):
+            job = submit()
+            while (said := status(job)) not in ended:
+                pass
+            if said not in again:
+                break
+        return said == "SUCCEEDED"
+
+    return run
 
 
 def one_by_one(model):
@@ -313,6 +349,28 @@ def resets_averages(model, optimizer, folder):
     optimizer.step()
 
 
+def room(parameters, gpus, gpu_bytes):
+    """What the state of a model at stage 3 leaves of a GPU."""
+    return gpu_bytes - memory.predict(parameters, gpus, 3, memory.MIXED).total
+
+
+BUGS = {"A": "one left out", "B": "sum", "C": "rounded", "D": "right"}
+
+
+def through_the_module(model, x, y):
+    F.cross_entropy(DDP(model).module(x), y).backward()
+
+
+def summed_over_images(model, x, y):
+    F.cross_entropy(DDP(model)(x), y, reduction="sum").backward()
+
+
+def twice_backward(model, x, y):
+    wrapped = DDP(model)
+    for _ in range(2):
+        F.cross_entropy(wrapped(x), y).backward()
+
+
 # Typical wrong answers, and what `check` has to say of each.
 NAMED = {
     "split a batch": [
@@ -327,6 +385,33 @@ NAMED = {
         (2 * 4 * 11_175_370, "the limit"),
         (2 * 7 / 8 * 11_175_370, "how many bytes"),
         (7 / 8 * 4 * 11_175_370, "one of the two phases"),
+    ],
+    "find the bug": [
+        ("D", "Give a dictionary"),
+        (BUGS | {"B": "twice"}, "none of the four words"),
+        (BUGS | {"C": "right", "D": "rounded"}, "What does it do in float64"),
+        (BUGS | {"A": "sum", "B": "one left out"}, "look at each tensor"),
+        (BUGS | {"B": "right", "D": "sum"}, "B is something else"),
+    ],
+    "averaged by DDP": [
+        (through_the_module, "Nothing was all-reduced"),
+        (lambda model, x, y: DDP(model)(x), "not the averages"),
+        (summed_over_images, "not the averages"),
+        (twice_backward, "not the averages"),
+    ],
+    "two efficiencies": [
+        (lambda share, all_, many, n: (share / many, all_ / many / n), "comes first"),
+        (lambda share, all_, many, n: (all_ / many, share / many), "the speed-up"),
+        (
+            lambda share, all_, many, n: (all_ / many / n, share / many / n),
+            "N times the work already",
+        ),
+        (lambda share, all_, many, n: (many / all_, many / share), "50% and 100%"),
+    ],
+    "where it pays": [(90, "strong scaling"), (60, "before the first image")],
+    "reading stacks": [
+        ("train_step", "by some ranks only"),
+        ("barrier", "Name the function"),
     ],
     "mean loss": [
         (lambda sums, counts: sum(s / c for s, c in zip(sums, counts)) / 2, "means"),
@@ -393,7 +478,11 @@ NAMED = {
         ([[2.0, 1.0], [2.0, 1.0]], "the sum"),
         ([[1, 0], [1, 1]], "nothing has been sent"),
     ],
-    "workers that fit": [(8, "asks for two"), (2, "one node")],
+    "workers that fit": [
+        (6, "of different nodes"),
+        (12, "asks for two"),
+        (1, "one node"),
+    ],
     "epochs after failure": [(10, "not from the start"), (2, "was not finished")],
     "your train_fn": [
         ({"weight": 0.52, "bias": 1.0}, "rank 0 alone"),
@@ -429,7 +518,12 @@ NAMED = {
     ],
     "steps trained twice": [(15, "Step 75"), (76, "within the epoch"), (46, "later")],
     "seconds between saves": [(40**0.5, "in hours"), (72_000**0.5, "besides")],
-    "seconds to spare": [(11, "right after"), (10, "A step"), (15, "between")],
+    "seconds to spare": [
+        (7, "right after"),
+        (10, "just asked"),
+        (8, "every fourth"),
+        (15, "between"),
+    ],
     "stop together": [
         (lambda flag: flag, "another waits for it"),
         (lambda flag: True, "If no rank asks"),
@@ -454,24 +548,33 @@ NAMED = {
         ((pack(), unpack(model=False)), "the weights are not those"),
         ((pack(), unpack(optimizer=False)), "AdamW's averages are not those"),
     ],
-    "workers on nodes": [(8, "on two nodes"), (2, "one node")],
-    "all share": [(lambda folder: folder.exists(), "rank 0 elsewhere")],
-    "parameter bytes": [
-        (lambda model: 4 * sum(p.numel() for p in model.parameters()), "bfloat16"),
-        (lambda model: sum(p.numel() for p in model.parameters()), "returns 20"),
-        (
-            lambda model: (
-                sum(p.numel() for p in model.parameters())
-                * next(model.parameters()).element_size()
-            ),
-            "float64 and",
-        ),
+    "drivers at once": [
+        (8, "side by side"),
+        (24, "no worker"),
+        (23, "two workers"),
+        (12, "the drivers"),
     ],
-    "state of 70B": [
-        (16 * 70, "undivided"),
-        (4.375e9, "in bytes"),
-        (2 * 70 / 256, "the parameters alone"),
-        (4 * 70 + 12 * 70 / 256, "stage 1"),
+    "run to the end": [
+        (runs_until(ended=("SUCCEEDED",)), "a hundred times"),
+        (runs_until(ended=(*ENDS, "RUNNING")), "still runs"),
+        (runs_until(again=("FAILED", "STOPPED")), "as STOPPED"),
+        (runs_until(again=()), "submits 1 and returns False"),
+        (runs_until(tries=5), "with 2 tries"),
+    ],
+    "all share": [(lambda folder: folder.exists(), "rank 0 elsewhere")],
+    "tokens that fit": [
+        (lambda p, g, b, w, n, c: b // memory.activation_bytes(1, w, n), "state takes"),
+        (lambda p, g, b, w, n, c: room(p, g, b) // (64 * w * n), "should be 15674"),
+        (
+            lambda p, g, b, w, n, c: room(p, g, b) // memory.activation_bytes(1, w, n),
+            "with checkpointing it should be 164421",
+        ),
+        (
+            lambda p, g, b, w, n, c: (
+                room(p, g, b) // memory.activation_bytes(1, w, n, checkpointing=c)
+            ),
+            "return 0",
+        ),
     ],
     "floor of stage 1": [
         (0, "stay whole"),
@@ -497,6 +600,10 @@ NAMED = {
         (
             lambda m, o, n: memory.state_bytes(m, o).optimizer <= 1.1 * 8 * 236_928 / n,
             "optimizer's state alone",
+        ),
+        (
+            lambda m, o, n: memory.state_bytes(m, o).total <= 1.05 * 16 * 236_928 / n,
+            "the total is small enough",
         ),
     ],
     "five all-gathers": [
@@ -527,7 +634,12 @@ NAMED = {
         (lambda config: config, "makes 3.00 trips"),
         (lambda config: config | {"zero_optimization": {"stage": 1}}, "stage 1"),
     ],
-    "ZeRO-3 chart": [(15, "own bar"), (5, "how many bytes"), (20, "float32")],
+    "norm of weights": [
+        (norm_outside, "returns 0.000"),
+        (norm_of_pieces, "the pieces which this rank keeps"),
+        (norm_on_rank_0, "stands in an all-gather"),
+        (lambda engine: 1.0, "On rank 0 it returns 1.000, and the norm is"),
+    ],
     "replicate traffic": [
         (2 * 3 / 4 * 4e9, "the whole gradient"),
         (3 / 4 * 1e9, "one trip"),
@@ -556,26 +668,26 @@ NAMED = {
         (the_wrong_way_round, "holds 1/2"),
         (lambda model: None if model else model, "returns nothing"),
     ],
-    "which row": [
-        ("ddp", "whole state"),
-        ("fsdp2-keep", "gathered copy"),
-        ("zero3", "DeepSpeed's"),
-        ("fsdp", "no such row"),
-    ],
     "two trips, half the state": [
         (gathers_twice, "holds half, but a step makes 2.84 trips"),
         (lambda model, mesh: model, "holds 100%"),
     ],
-    "traffic ratio": [(1, "a second time"), (3, "has DDP"), (2 / 3, "in units of")],
-    "smallest": [
+    "tokens that hide": [
+        (lambda billions, gpus, layers: 1024, "there computing takes 0.65 times"),
+        (lambda billions, gpus, layers: 1571.5, "no multiple of 1024"),
+    ],
+    "bucket size": [
+        (lambda parameters, gpus: 25, "(7e+09, 64), it returns 25: too small"),
+        (lambda parameters, gpus: 2**20, "it returns 1048576: too large"),
+    ],
+    "flops with checkpointing": [
         (
-            lambda parameters, budget: -(-16 * parameters // budget),
-            "it returns 14.0, which is no power of two: it should be 16.",
+            lambda parameters, layers, width, length: (
+                6 * parameters + 12 * layers * width * length
+            ),
+            "0.750 times what is computed. The forward pass runs twice.",
         ),
-        (
-            lambda parameters, budget: 16,
-            "(7e+09, 8e+10), it returns 16: it should be 2.",
-        ),
+        (lambda parameters, layers, width, length: 8 * parameters, "0.765 times"),
     ],
 }
 
@@ -594,13 +706,14 @@ def test_typical_mistakes_are_named(name, monkeypatch, capsys):
 def test_no_hint_is_the_answer(monkeypatch):
     monkeypatch.undo()
     answers = {"global batch": "256", "bytes per step": "78_227_590"}
+    answers |= {"where it pays": "40", "reading stacks": "save_checkpoint"}
     answers |= {"traffic saved": "7/8", "work lost": "4", "share": "//"}
-    answers |= {"state of 70B": "4.375", "floor of stage 1": "280", "lowest stage": "1"}
+    answers |= {"floor of stage 1": "280", "lowest stage": "1"}
     answers |= {"seconds for 20 tasks": "5", "count after restart": "2"}
     answers |= {"workers that fit": "4", "epochs after failure": "3"}
     answers |= {"steps per worker": "15", "steps trained twice": "16"}
-    answers |= {"seconds between saves": "379", "seconds to spare": "6"}
-    answers |= {"ZeRO-3 chart": "10", "traffic ratio": "1.5", "which row": "fsdp2"}
+    answers |= {"seconds between saves": "379", "seconds to spare": "2"}
+    answers |= {"drivers at once": "22"}
     for name, answer in answers.items():
         exercise = checks.EXERCISES[name]
         for said in (*exercise.hint, *exercise.mistakes.values()):

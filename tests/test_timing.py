@@ -90,13 +90,22 @@ def test_large_models_are_many_messages_of_ddp_and_few_of_fsdp2():
     assert timing.messages("zero2", 32, 7e9) == 2 * 14
 
 
-def test_a_hop_takes_what_the_source_measured():
-    """An all-reduce of 1 MiB: twice a ring's hops; bus bandwidth in GB/s, by its source."""
-    for gpus, bus_bandwidth in ((8, 36.06e9), (32, 5.37e9)):
-        measured = 2 * (gpus - 1) / gpus * 2**20 / bus_bandwidth
-        assert 2 * timing.h100_cluster(gpus).latency == pytest.approx(
-            measured, rel=0.02
-        )
+def test_a_ring_passes_the_hops_that_it_has():
+    """In microseconds, added up by hand from the constants of the source."""
+    of_a_node = timing.h100_ring(8)
+    assert of_a_node.latency == pytest.approx((8.4 + 7 * 3.4) * 1e-6)
+    over_eight = timing.h100_ring(64)  # 7 hops lead to another node, 56 do not
+    assert over_eight == (400e9, pytest.approx((8.4 + 56 * 3.4 + 7 * 14) * 1e-6))
+    one_of_each = timing.h100_ring(8, nodes=8)
+    assert one_of_each == (50e9, pytest.approx((8.4 + 7 * 14) * 1e-6))
+    small = timing.h100_ring(64, protocol="LL128").latency
+    assert small == pytest.approx((14 + 56 * 1.9 + 7 * 4) * 1e-6)
+    assert timing.h100_cluster(64, 0.5) == (0.5 * 989e12, *over_eight, 0, 0, np.inf)
+
+
+def test_attention_and_a_second_forward_pass_are_counted():
+    assert timing.training_flops(10, 100, attention=(2, 3, 4)) == 100 * (60 + 12 * 24)
+    assert timing.training_flops(10, 100, checkpointing=True) == pytest.approx(8000)
 
 
 @pytest.mark.parametrize(

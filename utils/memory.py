@@ -60,6 +60,39 @@ def predict(
     )
 
 
+def activation_bytes(
+    tokens: int,
+    width: int,
+    layers: int,
+    vocabulary: int = 0,
+    bytes_per_number: int = 2,
+    checkpointing: bool = False,
+) -> int:
+    """Bytes of activations that a step of a GPT holds on one device.
+
+    A layer keeps 16 numbers per token and unit of width for its backward pass: what goes
+    into its two norms (2), into `qkv` (1), into attention (3), into `out` (1), into `up`
+    (1), into GELU (4) and into `down` (4). With checkpointing every layer keeps its input
+    only (1), and one at a time is computed again, with the other 15. After the layers come
+    the last norm and the output layer (2), and the loss, which keeps a float32 for each
+    token and entry of the vocabulary; 0 leaves that out.
+
+    The paper counts 34 bytes per token, layer and width: these 16 numbers in 16 bit, and
+    two dropout masks of 1 byte, which `utils.models.GPT` lacks. Left out as well: its 5
+    bytes per head and pair of tokens (the table of scores and two copies, which kernels
+    like FlashAttention do not keep), the norms' statistics, and gradients.
+
+    Args:
+        tokens: on this device, texts times their length.
+        bytes_per_number: 2 in 16 bit, 4 in float32.
+
+    Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large
+    Transformer Models", sections 4.1 and 5 (arXiv 2205.05198).
+    """
+    numbers = (layers + 15 if checkpointing else 16 * layers) + 2
+    return tokens * (bytes_per_number * width * numbers + 4 * vocabulary)
+
+
 def local_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
     """Bytes of tensors on this rank; of a DTensor, its local shard counts."""
     local = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)

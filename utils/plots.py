@@ -98,6 +98,30 @@ def curves(
         plt.show()
 
 
+def fits(
+    points: Mapping[str, Mapping[float, float]],
+    lines: Mapping[str, tuple[float, float]],
+    title: str,
+    xlabel: str,
+    ylabel: str,
+) -> None:
+    """Measured points by x, and dashed straight lines (value at x = 0, slope) from 0 on."""
+    with plt.rc_context(_STYLE):
+        _, ax = plt.subplots(figsize=(7, 3.6), layout="constrained")
+        end = max(x for each in points.values() for x in each)
+        for number, (name, (at_zero, slope)) in enumerate(lines.items()):
+            color = color_of(name, number)
+            drawn = [at_zero, at_zero + slope * end]
+            ax.plot([0, end], drawn, "--", label=name, linewidth=1.2, color=color)
+        for number, (name, each) in enumerate(points.items()):
+            color = color_of(name, number)
+            ax.scatter(list(each), list(each.values()), s=26, color=color, zorder=3)
+        ax.set(title=title, xlabel=xlabel, ylabel=ylabel, ylim=(0, None))
+        ax.set_xlim(0, end * 1.03)
+        _name_at_the_end(ax)
+        plt.show()
+
+
 def bars(
     values: Mapping[str, float],
     title: str,
@@ -142,15 +166,63 @@ def stacked_bars(
         plt.show()
 
 
-def timeline(
-    rows: Mapping[str, Sequence[tuple[float, float, str]]], title: str, xlabel: str
+def ranges(
+    rows: Mapping[str, Sequence[tuple[float, float]]],
+    dots: Mapping[str, float],
+    labels: Sequence[str],
+    title: str,
+    xlabel: str,
 ) -> None:
-    """Spans over time from 0 on: per row a list of (start, end, label)."""
+    """Horizontal bars from a low to a high end, and a dot per row.
+
+    Args:
+        rows: by name, a (low, high) for each label; later ones thinner, on top.
+        dots: by name, where the dot is.
+        labels: of the bars, then of the dots.
+        title: of the figure.
+        xlabel: with its unit.
+    """
     with plt.rc_context(_STYLE):
-        height = 1.2 + 0.45 * len(rows)
+        height = 1.2 + 0.22 * len(rows)
+        _, ax = plt.subplots(figsize=(7, height), layout="constrained")
+        for number, label in enumerate(labels[:-1]):
+            low, high = zip(*(spans[number] for spans in rows.values()))
+            widths = [end - start for start, end in zip(low, high)]
+            ax.barh(
+                list(rows),
+                widths,
+                left=low,
+                height=0.7 / (number + 1),
+                color=COLORS[(5, 0)[number]],
+                label=label,
+            )
+        ax.plot([dots[name] for name in rows], range(len(rows)), "o", color=COLORS[1])
+        ax.lines[-1].set_label(labels[-1])
+        ax.invert_yaxis()
+        ax.legend(loc="lower right")
+        ax.set(title=title, xlabel=xlabel)
+        plt.show()
+
+
+def timeline(
+    rows: Mapping[str, Sequence[tuple[float, float, str]]],
+    title: str,
+    xlabel: str,
+    marks: Mapping[str, float] | None = None,
+    kinds: Sequence[str] = (),
+) -> None:
+    """Spans over time from 0 on: per row a list of (start, end, label).
+
+    `marks` are labelled vertical lines: what happened when. A row has a colour of its own,
+    or that of the one of `kinds` with which its name begins.
+    """
+    marks = dict(sorted((marks or {}).items(), key=lambda mark: mark[1]))
+    with plt.rc_context(_STYLE):
+        height = 1.2 + 0.45 * len(rows) + 0.2 * len(marks)
         _, ax = plt.subplots(figsize=(8, height), layout="constrained")
         for number, (name, spans) in enumerate(rows.items()):
-            color = color_of(name, number)
+            kind = [n for n, start in enumerate(kinds) if name.startswith(start)]
+            color = color_of(name, *(kind or [number]))
             red, green, blue = to_rgb(color)
             light = 0.3 * red + 0.59 * green + 0.11 * blue > 0.5
             for start, end, label in spans:
@@ -169,8 +241,38 @@ def timeline(
                     middle, number, label, ha="center", va="center", color=ink, size=8
                 )
         ax.invert_yaxis()
-        ax.set(title=title, xlabel=xlabel, xlim=(0, None))
+        ax.set(xlabel=xlabel, xlim=(0, None))
+        ax.set_title(title, pad=8 + 13 * len(marks))
+        _mark(ax, marks)
         plt.show()
+
+
+def _mark(ax: plt.Axes, marks: Mapping[str, float]) -> None:
+    """Labelled vertical lines; each label has a height of its own above the axes."""
+    middle = sum(ax.get_xlim()) * 0.6
+    # No line may cross a label: of those that stand right of their line, the last one is
+    # lowest, and of those that stand left of it, the last one is highest.
+    right = [mark for mark in marks.items() if mark[1] <= middle]
+    left = [mark for mark in marks.items() if mark[1] > middle]
+    for height, (text, place) in enumerate([*reversed(right), *left]):
+        is_left = place > middle
+        ax.axvline(place, color="k", linestyle=":", linewidth=1)
+        ax.annotate(
+            f"{text} " if is_left else f" {text}",
+            (place, 1),
+            xytext=(0, 3 + 13 * height),
+            xycoords=ax.get_xaxis_transform(),
+            textcoords="offset points",
+            ha="right" if is_left else "left",
+            size=9,
+            arrowprops={
+                "arrowstyle": "-",
+                "linestyle": ":",
+                "relpos": (float(is_left), 0.5),
+                "shrinkA": 0,
+                "shrinkB": 0,
+            },
+        )
 
 
 def images(pictures, labels: Sequence, columns: int = 10) -> None:

@@ -18,6 +18,8 @@ from utils.errors import BadInput
 PEAK_FLOPS = {"A100-": 312e12, "A100 ": 312e12, "H100 PCIe": 756e12, "H100 NVL": 835e12}
 PEAK_FLOPS |= {"H100": 989e12, "H200 NVL": 835e12, "H200": 989e12, "A10G": 70e12}
 PEAK_FLOPS |= {"L40S": 362e12, "L40": 181e12, "L4": 121e12}
+# Of a message over a ring, by protocol: seconds fixed, per hop in a node, per hop across
+NCCL_SECONDS = {"Simple": (8.4e-6, 3.4e-6, 14e-6), "LL128": (14e-6, 1.9e-6, 4e-6)}
 # What the published runs of notebook 03/05 cover; `check_range` refuses what is outside.
 PARAMETERS, GPUS, TOKENS = (0.76e9, 65e9), (8, 512), (4096, 49152)
 
@@ -54,6 +56,13 @@ class Machine(NamedTuple):
     memory: float = float("inf")
 
 
+class Ring(NamedTuple):
+    """What a ring gives each of its ranks: bytes per second, and seconds per message."""
+
+    bandwidth: float
+    latency: float
+
+
 class Seconds(NamedTuple):
     """A step if all sending hides behind computing, and if none does."""
 
@@ -61,15 +70,28 @@ class Seconds(NamedTuple):
     exposed: float
 
 
-def training_flops(parameters: float, tokens: float) -> float:
+def training_flops(
+    parameters: float,
+    tokens: float,
+    attention: tuple[float, float, float] = (0, 0, 0),
+    checkpointing: bool = False,
+) -> float:
     """FLOPs of forward and backward pass: 6 for every parameter and token.
 
-    Attention's scores are left out: they add `12 * layers * width * time` per token.
+    Args:
+        parameters: of the model.
+        tokens: of the batch.
+        attention: layers, width and length of a text, for `12 * layers * width * length`
+            per token: scores and their sums, all of them, also where a mask hides half.
+        checkpointing: of all layers, which computes each forward pass twice: 8 instead
+            of 6, and 16 instead of 12.
 
-    Source: Kaplan et al. 2020, "Scaling Laws for Neural Language Models", section 2.1
-    (arXiv 2001.08361).
+    Sources: Kaplan et al. 2020, "Scaling Laws for Neural Language Models", section 2.1
+    (arXiv 2001.08361), and for attention Chowdhery et al. 2022, "PaLM", appendix B
+    (arXiv 2204.02311).
     """
-    return 6 * parameters * tokens
+    passes = 4 / 3 if checkpointing else 1
+    return passes * (6 * parameters + 12 * math.prod(attention)) * tokens
 
 
 def groups(strategy: str, layers: int) -> int:
@@ -77,17 +99,17 @@ def groups(strategy: str, layers: int) -> int:
     return layers + 1 if strategy.startswith("fsdp2") else 0
 
 
-def messages(
+def messages_per_trip(
     strategy: str, layers: int, parameters: float = 0, bucket_mb: float = 25
 ) -> int:
-    """Collectives of a step, each trip for itself: an all-reduce makes two.
+    """Collectives in which all parameters (or gradients) go past a rank once.
 
-    FSDP2 and ZeRO-3 make one per trip and group, one of which is each layer. DDP sends
-    gradients in float32 in buckets of 25 MiB (`bucket_cap_mb`), ZeRO-1 and ZeRO-2 buckets
-    of 5e8 numbers (`reduce_bucket_size`).
+    FSDP2 and ZeRO-3 make one per group, one of which is each layer; so does what shards
+    like them. DDP sends gradients in float32 in buckets of 25 MiB (`bucket_cap_mb`),
+    ZeRO-1 and ZeRO-2 buckets of 5e8 numbers (`reduce_bucket_size`).
 
     Args:
-        strategy: a key of `utils.comms.TRIPS`.
+        strategy: its name.
         layers: of the model.
         parameters: of the model; 0 for one that fits into one bucket.
         bucket_mb: of DDP, in MiB.
@@ -95,13 +117,22 @@ def messages(
     Sources: https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
     and https://www.deepspeed.ai/docs/config-json/
     """
-    if strategy.startswith("fsdp2") or strategy == "zero3":
-        return TRIPS[strategy] * (layers + 1)
     if strategy == "ddp":
-        buckets = math.ceil(4 * parameters / (bucket_mb * 2**20))
-    else:
-        buckets = math.ceil(parameters / 5e8)
-    return TRIPS[strategy] * max(1, buckets)
+        return max(1, math.ceil(4 * parameters / (bucket_mb * 2**20)))
+    if strategy in ("zero1", "zero2"):
+        return max(1, math.ceil(parameters / 5e8))
+    return layers + 1
+
+
+def messages(
+    strategy: str, layers: int, parameters: float = 0, bucket_mb: float = 25
+) -> int:
+    """Collectives of a step, each trip for itself: an all-reduce makes two.
+
+    `strategy` is a key of `utils.comms.TRIPS`; the others as in `messages_per_trip`.
+    """
+    per_trip = messages_per_trip(strategy, layers, parameters, bucket_mb)
+    return TRIPS[strategy] * per_trip
 
 
 def predict(work: Work, machine: Machine) -> Seconds:
@@ -136,22 +167,41 @@ def fit(works: Sequence[Work], seconds: Sequence[float]) -> Machine:
     return Machine(flops, bandwidth, *fixed, memory)
 
 
-def h100_cluster(gpus: int, utilisation: float = 0.4) -> Machine:
-    """H100 GPUs, 8 per node, by data sheets; `utilisation` is the share of peak FLOPs.
+def h100_ring(gpus: int, nodes: int | None = None, protocol: str = "Simple") -> Ring:
+    """A ring over H100 GPUs, by data sheets and by NCCL's own estimate of a message.
 
-    989 TFLOPs per second in bf16 (dense), NVLink 450 GB/s each way, and between nodes 8
-    network cards of 50 GB/s, which the GPUs of a node share in a ring. A message passes
-    gpus - 1 hops of a ring; a hop takes what the all-reduces of 1 MiB in the last source
-    took, on B200 GPUs: 3.6 microseconds in a node (36.06 GB/s), 6.1 across (5.37 GB/s).
+    NVLink moves 450 GB/s each way. Between nodes each GPU has a network card of 50 GB/s,
+    and a ring uses the cards of all its GPUs. A message takes a fixed time, and more for
+    each hop: from node to node, and from GPU to GPU. NCCL expects so many microseconds to
+    choose an algorithm; they are no measurement. "Simple" is its protocol for large
+    messages, "LL128" one for smaller ones.
+
+    Args:
+        gpus: in the ring.
+        nodes: that they are spread over, equally; by default as few as hold them, 8 each.
+        protocol: a key of `NCCL_SECONDS`.
 
     Sources: https://www.nvidia.com/en-us/data-center/h100/ and
-    https://docs.nvidia.com/dgx/dgxh100-user-guide/ (data sheets),
-    https://github.com/stas00/ml-engineering/tree/master/network (all-reduces)
+    https://docs.nvidia.com/dgx/dgxh100-user-guide/ (data sheets), and NCCL 2.30.7,
+    https://github.com/NVIDIA/nccl/blob/5067397c2676d5aed50042fc39e5c8ee96eb0027/src/graph/tuning.cc
+    (`hwLatencies`, `baseLatencies`, and how they add up for a ring)
     """
-    one_node = gpus <= 8
-    hop = 3.6e-6 if one_node else 6.1e-6
-    bandwidth = 450e9 if one_node else 400e9
-    return Machine(utilisation * PEAK_FLOPS["H100"], bandwidth, (gpus - 1) * hop)
+    nodes = nodes or math.ceil(gpus / 8)
+    bandwidth = 450e9 if nodes == 1 else min(450e9, 50e9 * gpus / nodes)
+    fixed, in_node, across = NCCL_SECONDS[protocol]
+    hops = (gpus - nodes) * in_node + (nodes - 1) * across
+    return Ring(bandwidth, fixed + hops)
+
+
+def h100_cluster(
+    gpus: int, utilisation: float = 0.4, protocol: str = "Simple"
+) -> Machine:
+    """H100 GPUs in one ring, as in `h100_ring`; `utilisation` is the share of peak FLOPs.
+
+    The peak is 989 TFLOPs per second in bf16 (dense). No other price is known.
+    """
+    ring = h100_ring(gpus, protocol=protocol)
+    return Machine(utilisation * PEAK_FLOPS["H100"], *ring)
 
 
 def check_range(parameters: float, gpus: int, tokens: float) -> None:

@@ -1,10 +1,61 @@
-"""Checks of the exercises of part 01: data parallelism by hand, DDP, and failures."""
+"""Checks of the exercises of part 01: data parallelism by hand, DDP, failures, cost."""
 
+import faulthandler
+import signal
 from collections.abc import Callable
 from typing import Any
 
 from utils.checks.exercise import Exercise, cases, join, stands_still
 from utils.launch import run_ranks
+
+
+def _left_out(model) -> None:
+    _average_over_ranks([p.grad for p in model.parameters()][:-1])
+
+
+def _summed(model) -> None:
+    import torch.distributed as dist
+
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+
+
+def _right(model) -> None:
+    _average_over_ranks([p.grad for p in model.parameters()])
+
+
+def _rounded(model) -> None:
+    for parameter in model.parameters():
+        sent = parameter.grad.float()
+        _average_over_ranks([sent])
+        parameter.grad.copy_(sent)
+
+
+def _average_over_ranks(tensors: list) -> None:
+    import torch.distributed as dist
+
+    for tensor in tensors:
+        dist.all_reduce(tensor)
+        tensor /= dist.get_world_size()
+
+
+# Versions of "average the gradients of `model`" for the exercise "find the bug".
+SUSPECTS = {"A": _left_out, "B": _summed, "C": _rounded, "D": _right}
+_FOUND = {"A": "one left out", "B": "sum", "C": "rounded", "D": "right"}
+
+
+def _finds_the_bug(answer: Any) -> bool | str:
+    if not isinstance(answer, dict) or answer.keys() != _FOUND.keys():
+        return "Give a dictionary with a word for each of A, B, C and D."
+    if unknown := set(answer.values()) - set(_FOUND.values()):
+        return f"{sorted(map(str, unknown))} is none of the four words."
+    for version in (v for v in _FOUND if answer[v] != _FOUND[v]):
+        if _FOUND[version] == "rounded" and answer[version] == "right":
+            return f"{version} passes in float32. What does it do in float64?"
+        if _FOUND[version] == "one left out":
+            return f"{version} is something else: look at each tensor, also the last."
+        return f"{version} is something else."
+    return True
 
 
 def _splits(share: Callable) -> bool | str:
@@ -88,6 +139,48 @@ def _average(average: Callable) -> tuple[str, int]:
     return (same or ["else"])[0], comms.calls["allreduce"]
 
 
+def _averaged_by_ddp(gradients: Callable) -> bool | str:
+    """Whether `gradients(model, x, y)` leaves the mean over all ranks, sent by DDP."""
+    for n in (2, 3):
+        for found, calls in run_ranks(_backward, n, gradients, timeout=60):
+            if found == "own" and not calls:
+                return (
+                    "Nothing was all-reduced: each rank holds its own gradient. What was "
+                    "called in the forward pass, the DDP model or the one inside?"
+                )
+            if found != "mean":
+                return f"On {n} ranks, the gradients are not the averages."
+            if calls != 1:
+                return (
+                    f"The averages are right, but it took {calls} all-reduces, not one."
+                )
+    return True
+
+
+def _backward(gradients: Callable) -> tuple[str, int]:
+    """On a rank: what `gradients` leaves in .grad, and its number of all-reduces."""
+    import torch
+    from torch.nn import functional as F
+
+    from utils.comms import count_comms
+
+    rank, n = join()
+    torch.manual_seed(0)
+    model = torch.nn.Linear(6, 4)
+    x, y = torch.randn(4 * n, 6), torch.randint(0, 4, (4 * n,))
+    mine = slice(4 * rank, 4 * rank + 4)
+    outcomes = {
+        name: torch.autograd.grad(F.cross_entropy(model(x[i]), y[i]), model.weight)[0]
+        for name, i in {"mean": slice(None), "own": mine}.items()
+    }
+    with count_comms() as comms:
+        gradients(model, x[mine], y[mine])
+    if (got := model.weight.grad) is None:  # nothing went backward
+        return "nothing", comms.calls["allreduce"]
+    same = [k for k, v in outcomes.items() if torch.allclose(got, v, atol=1e-6)]
+    return (same or ["else"])[0], comms.calls["allreduce"]
+
+
 def _accumulates_and_sends_once(backward_in_parts: Callable) -> bool | str:
     """Whether `backward_in_parts(model, parts)` leaves the mean and sends it only once."""
     found = run_ranks(_accumulate, 2, backward_in_parts, timeout=60)
@@ -143,6 +236,60 @@ def _accumulate(backward_in_parts: Callable) -> tuple[float, int, int]:
     ratio = (got.norm() / right.norm()).item()
     along = torch.allclose(got, ratio * right, rtol=1e-4, atol=1e-6)
     return (ratio if along else -1.0), comms.calls["allreduce"], max(held)
+
+
+def _two_efficiencies(efficiencies: Callable) -> bool | str:
+    """Whether it returns strong and weak scaling, in this order."""
+    share, together, many, n = 0.1, 0.28, 0.125, 4  # seconds of a step, workers
+    strong, weak = together / many / n, share / many
+    got = [round(float(each), 6) for each in efficiencies(share, together, many, n)]
+    if got == [round(weak, 6), round(strong, 6)]:
+        return "Strong scaling comes first, then weak scaling."
+    if got[0] == round(together / many, 6):
+        return "That is the speed-up: divide it by the number of workers."
+    if got[1:] == [round(weak / n, 6)]:
+        return "In weak scaling the many workers do N times the work already."
+    expected = (0.5, 1.0)  # one worker's step takes as long, whatever its images
+    if tuple(efficiencies(0.1, 0.1, 0.1, 2)) != expected:
+        return "If all three steps take 0.1 s, two workers reach 50% and 100%."
+    return got == [round(strong, 6), round(weak, 6)]
+
+
+def a_job_that_hangs() -> None:
+    """Train on this rank until all ranks stand still; an exercise asks for the reason."""
+    import torch
+    import torch.distributed as dist
+
+    def train_step():
+        dist.all_reduce(torch.zeros(8))  # the gradients
+
+    def save_checkpoint():
+        dist.barrier()
+
+    def train():
+        for _ in range(3):
+            train_step()
+        if dist.get_rank() == 0:
+            save_checkpoint()
+        train_step()
+
+    faulthandler.register(signal.SIGUSR1)
+    dist.init_process_group("gloo")
+    train()
+
+
+def _reads_stacks(answer: Any) -> bool | str:
+    name = str(answer).strip("()").lower()
+    if name == "train_step":
+        return (
+            "All ranks call its all-reduce equally often, or would. Which of the two "
+            "collectives is called by some ranks only?"
+        )
+    if name in ("train", "barrier", "all_reduce", "a_job_that_hangs"):
+        return (
+            f"Name the function that calls the collective, below `train`, not {name}."
+        )
+    return name == "save_checkpoint"
 
 
 def _resumes_undisturbed(save: Callable) -> bool | str:
@@ -224,17 +371,6 @@ EXERCISES = {
             "A slice can take every second element: [start::step].",
         ),
     ),
-    "global batch": Exercise(
-        lambda answer: answer == 8 * 32,
-        (
-            "Whose images does the batch_size of a DataLoader count?",
-            "Each worker has a DataLoader of its own, and all take the step together.",
-        ),
-        mistakes={
-            32: "That is the batch of one worker: you forgot the number of workers.",
-            4: "batch_size is not divided among the workers: each takes all of it.",
-        },
-    ),
     "bytes per step": Exercise(
         lambda answer: abs(answer - 2 * 7 / 8 * 4 * 11_175_370) < 1,
         (
@@ -248,6 +384,13 @@ EXERCISES = {
             7 / 8 * 4 * 11_175_370: "That is one of the two phases of the ring.",
             2 * 7 * 4 * 11_175_370: "A round sends one chunk, not the whole tensor.",
         },
+    ),
+    "find the bug": Exercise(
+        _finds_the_bug,
+        (
+            "What is off by 100% in every tensor is twice as long as it should be.",
+            "Ask in float64 and in float32: which one passes only one of the two?",
+        ),
     ),
     "mean loss": Exercise(
         _mean_loss,
@@ -265,6 +408,55 @@ EXERCISES = {
         ),
     ),
     # 01-ddp-pytorch-only/02_ddp_with_torchrun.ipynb
+    "global batch": Exercise(
+        lambda answer: answer == 8 * 32,
+        (
+            "Whose images does the batch_size of a DataLoader count?",
+            "Each worker has a DataLoader of its own, and all take the step together.",
+        ),
+        mistakes={
+            32: "That is the batch of one worker: you forgot the number of workers.",
+            4: "batch_size is not divided among the workers: each takes all of it.",
+        },
+    ),
+    "averaged by DDP": Exercise(
+        _averaged_by_ddp,
+        (
+            "DDP gets ready to send in its own forward pass.",
+            "`wrapped.module` is the plain model: good to save, and no more than that.",
+        ),
+    ),
+    "share": Exercise(
+        _blocks,
+        (
+            "If block r ends where block r + 1 starts, none is left out or repeated.",
+            "Find one formula for the start of block r: it is 0 for r = 0 and num_items "
+            "for r = world_size.",
+        ),
+    ),
+    # 01-ddp-pytorch-only/04_when_does_a_second_worker_pay.ipynb
+    "two efficiencies": Exercise(
+        _two_efficiencies,
+        (
+            "Strong scaling: how much faster are N workers with the same images in all, "
+            "and how much of that is each worker's part?",
+            "Weak scaling: the step of one worker with its own share, over the step of "
+            "all together.",
+        ),
+    ),
+    "where it pays": Exercise(
+        lambda answer: answer == 40,
+        (
+            "Weak scaling: one worker's step over the step of two, at equally many images "
+            "per worker.",
+            "Both are a fixed part and a part for the images; two workers also average. "
+            "Set the quotient to 0.8, and solve for the images.",
+        ),
+        mistakes={
+            90: "That is strong scaling, which asks for more.",
+            60: "That would be without what the step costs before the first image.",
+        },
+    ),
     "accumulation": Exercise(
         lambda answer: answer == 4096 // (8 * 64),
         (
@@ -289,14 +481,6 @@ EXERCISES = {
             1: "The last pass does send.",
         },
     ),
-    "share": Exercise(
-        _blocks,
-        (
-            "If block r ends where block r + 1 starts, none is left out or repeated.",
-            "Find one formula for the start of block r: it is 0 for r = 0 and num_items "
-            "for r = world_size.",
-        ),
-    ),
     "send once": Exercise(
         _accumulates_and_sends_once,
         (
@@ -316,6 +500,13 @@ EXERCISES = {
             96: "That much is in the checkpoint, and not lost.",
             100: "The checkpoint keeps all finished epochs.",
         },
+    ),
+    "reading stacks": Exercise(
+        _reads_stacks,
+        (
+            "All ranks wait in a collective. Is it the same one?",
+            "Which call stands behind an `if rank == 0:`, by what the stacks say?",
+        ),
     ),
     "complete checkpoint": Exercise(
         _resumes_undisturbed,

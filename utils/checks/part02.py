@@ -50,6 +50,51 @@ def _shares(all_share, folders: list[str]) -> bool:
     return said
 
 
+def _runs_to_the_end(run: Callable) -> bool | str:
+    """Whether it submits again after a failure alone, and not before the job has ended."""
+    for ends, tries, jobs, succeeds in (
+        (("SUCCEEDED",), 3, 1, True),
+        (("FAILED", "SUCCEEDED"), 3, 2, True),
+        (("FAILED", "FAILED", "SUCCEEDED"), 2, 2, False),
+        (("STOPPED", "SUCCEEDED"), 3, 1, False),
+    ):
+        cluster = _Jobs(ends)
+        case = f"If jobs end as {', '.join(ends)}, with {tries} tries"
+        try:
+            with mock.patch("time.sleep"):
+                said = run(cluster.submit, cluster.status, tries)
+        except TimeoutError as error:
+            return f"{case}, {error}."
+        if cluster.running:
+            return f"{case}: job {cluster.running[0]} still runs, and is left alone."
+        if (len(cluster.asked), said) != (jobs, succeeds):
+            return f"{case}, it submits {len(cluster.asked)} and returns {said!r}."
+    return True
+
+
+class _Jobs:
+    """Stands for a cluster: the first job ends as the first of `ends`, and so on."""
+
+    def __init__(self, ends: tuple[str, ...]):
+        self.ends = ends
+        self.asked: list[int] = []  # how often, of each job
+        self.running: list[int] = []  # jobs that nobody has seen end
+
+    def submit(self) -> int:
+        self.asked.append(0)
+        self.running.append(len(self.asked) - 1)
+        return len(self.asked) - 1
+
+    def status(self, job: int) -> str:
+        self.asked[job] += 1
+        if self.asked[job] > 100:
+            raise TimeoutError(f"it asks for job {job} a hundred times")
+        if self.asked[job] <= 2:
+            return ("PENDING", "RUNNING")[self.asked[job] - 1]
+        self.running = [other for other in self.running if other != job]
+        return self.ends[min(job, len(self.ends) - 1)]
+
+
 def _runs_all_at_once(run_all) -> bool | str:
     """Whether it submits every task before it waits for the first result."""
     import ray  # here, not above: part 01 has no need of it
@@ -401,9 +446,13 @@ EXERCISES = {
         lambda answer: answer == 4,
         (
             "One worker has to fit one node.",
-            "How many workers of 2 GPUs fit the first node, how many the second?",
+            "How many workers of 2 GPUs fit one node, and how many such nodes are there?",
         ),
-        {8: "You forgot that each worker asks for two.", 2: "That is one node."},
+        {
+            6: "That adds up the GPUs of different nodes: may a worker have one on each?",
+            12: "You forgot that each worker asks for two.",
+            1: "That is one node.",
+        },
     ),
     "epochs after failure": Exercise(
         lambda answer: answer == 3,
@@ -501,15 +550,16 @@ EXERCISES = {
         ),
     ),
     "seconds to spare": Exercise(
-        lambda answer: answer == 30 - 5 - 4 - 15,
+        lambda answer: answer == 30 - 5 - 4 * 2 - 15,
         (
             "At worst, when is the notice heard: right before Ray asks, or right after?",
-            "The notice may come right after Ray asked, and be heard right after a step "
-            "began.",
+            "The notice may come right after Ray asked, and reach Ray right after the "
+            "training asked.",
         ),
         {
-            11: "The notice may come right after Ray asked.",
-            10: "A step may have just begun when the notice is heard.",
+            7: "The notice may come right after Ray asked.",
+            10: "The training may have just asked when the notice is heard.",
+            8: "A single step may pass? It asks after every fourth one only.",
             15: "What has to happen between the notice and the saving?",
         },
     ),
@@ -521,14 +571,6 @@ EXERCISES = {
         ),
     ),
     # 02-ddp-pytorch-ray/06_more_than_one_machine.ipynb
-    "workers on nodes": Exercise(
-        lambda answer: answer == 6,
-        ("One worker has to fit one node.", "How many fit a single node of 8 CPUs?"),
-        {
-            8: "24 CPUs are enough for 8, but a worker cannot stand on two nodes.",
-            2: "That is one node.",
-        },
-    ),
     "runtime env": Exercise(
         cases(
             (
@@ -547,6 +589,27 @@ EXERCISES = {
             "One rank writes a file; the others can look for it once it is there.",
             "Every rank needs the answers of all ranks before it returns: which "
             "collective, and which operation, brings False to all if one has it?",
+        ),
+    ),
+    # 02-ddp-pytorch-ray/07_run_on_a_cluster.ipynb
+    "drivers at once": Exercise(
+        lambda answer: answer == 3 * 8 - 2,
+        (
+            "If all drivers start first, how many CPUs do they leave?",
+            "How many CPUs have to be left, so that the workers of one run start?",
+        ),
+        {
+            8: "That many train side by side. More may be submitted: the others wait.",
+            24: "Then each CPU has a driver, and no worker ever starts.",
+            23: "Then one CPU is left, and a run has two workers.",
+            12: "You forgot the drivers.",
+        },
+    ),
+    "run to the end": Exercise(
+        _runs_to_the_end,
+        (
+            "Which of the five states are the end of a job? Ask until it is in one.",
+            "After which single end is there a next job?",
         ),
     ),
 }

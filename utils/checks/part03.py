@@ -1,29 +1,24 @@
 """Checks of the exercises of part 03: sharding."""
 
 import copy
+import math
 import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from utils.checks.exercise import Exercise, join
+from utils.checks.exercise import Exercise, join, stands_still
 from utils.launch import run_ranks
 
 # Modules that import torch are imported where they are used: other parts do without.
-WRONG_ROWS = {
-    "ddp": "On every GPU, ddp holds the whole state of 16 bytes per parameter.",
-    "fsdp2-keep": "Beside its state, fsdp2-keep holds a whole gathered copy.",
-}
-WRONG_ROWS |= dict.fromkeys(
-    ("zero1", "zero2", "zero3"), "That row is DeepSpeed's, and the code is PyTorch's."
-)
 WRONG_TRAFFIC = {  # by how many times the right number it is
     "0.5": "The backward pass has two as well, and an all-reduce is two trips.",
     "0.25": "Count the backward pass, and two trips for each all-reduce.",
     "2": "Activations are in bf16 here, not in float32.",
 }
 # What ds_config.json leaves to DeepSpeed's defaults, at stage 2; with a small bucket.
-STAGE_2 = {
+STAGE_2: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
     "zero_optimization": {"stage": 2, "reduce_bucket_size": 500_000},
 }
@@ -64,6 +59,51 @@ def _makes_two_trips(my_config) -> bool | str:
         return f"That is stage {config['zero_optimization']['stage']}: stay at stage 2."
     trips = run_ranks(_trips, 2, config, timeout=120)[0]
     return abs(trips - 2) < 0.01 or f"With it, a step makes {trips:.2f} trips."
+
+
+def _norm_at_stage_3(answer: Callable) -> tuple[float, float, float]:
+    """What the answer finds, the norm of all weights, and that of this rank's pieces."""
+    import torch
+    from torch.optim import AdamW
+
+    from utils.zero import load_deepspeed
+
+    (model, _, _), deepspeed = _small_gpt(), load_deepspeed()
+    norms = [p.detach().norm() for p in model.parameters()]
+    whole = torch.stack(norms).norm().item()
+    join()
+    deepspeed.init_distributed("gloo")
+    changes = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    zero = STAGE_2["zero_optimization"] | changes
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=AdamW(model.parameters()),
+        config=STAGE_2 | {"zero_optimization": zero},
+    )
+    pieces = [p.ds_tensor.norm() for p in engine.module.parameters()]
+    with torch.no_grad():
+        found = answer(engine)
+    found = float("nan") if found is None else float(found)
+    return found, whole, torch.stack(pieces).norm().item()
+
+
+def _finds_the_norm(answer: Callable) -> bool | str:
+    try:
+        ranks = run_ranks(_norm_at_stage_3, 2, answer, timeout=120)
+    except RuntimeError as error:
+        if not stands_still(error):
+            raise
+        return "One rank stands in an all-gather that the other does not enter."
+    for rank, (found, whole, pieces) in enumerate(ranks):
+        if abs(found - whole) < 1e-3 * whole:
+            continue
+        said = f"On rank {rank} it returns {found:.3f}, and the norm is {whole:.3f}."
+        if found == 0:
+            return f"{said} Outside of a gathering block the parameters are empty."
+        if abs(found - pieces) < 1e-3 * whole:
+            return f"{said} It is that of the pieces which this rank keeps."
+        return said
+    return True
 
 
 def _sent_and_held(wrap) -> tuple[float, float]:
@@ -125,20 +165,29 @@ def _shards_in_nodes_of_four(wrap: Callable) -> bool | str:
     ) or "The shards of the two nodes are not averaged with each other."
 
 
-def _counts_parameter_bytes(answer) -> bool | str:
-    from torch import nn  # here, as below: every lesson imports this module
+def _fits_tokens(answer) -> bool | str:
+    from utils import memory
 
-    models = {
-        "15 numbers and 5 of float32": (nn.Linear(3, 5), 80),
-        "the same in bfloat16": (nn.Linear(3, 5).bfloat16(), 40),
-        "6 numbers of float64 and 14 of float32": (
-            nn.Sequential(nn.Linear(2, 2).double(), nn.LayerNorm(7)),
-            104,
-        ),
-    }
-    for name, (model, expected) in models.items():
-        if (got := answer(model)) != expected:
-            return f"Of a model with {name}, it returns {got!r} and not {expected}."
+    models = (
+        (7_000_000_000, 8, 80e9, 4096, 32),
+        (1_500_000_000, 4, 24e9, 1600, 48),
+    )
+    for model in models:
+        parameters, gpus, gpu_bytes, width, layers = model
+        room = gpu_bytes - memory.predict(parameters, gpus, 3, memory.MIXED).total
+        for saves in (False, True):
+            each = memory.activation_bytes(1, width, layers, checkpointing=saves)
+            expected = room // each
+            if abs((got := answer(*model, saves)) - expected) > 1:
+                listed = ", ".join(f"{each:g}" for each in model)
+                called = f"Called with ({listed}, {saves}), it returns {got:g}"
+                if abs(got - gpu_bytes // each) <= 1:
+                    return f"{called}: the state takes some of this room."
+                if saves and abs(got - expected) > expected / 10:
+                    return f"{called}: with checkpointing it should be {expected:g}."
+                return f"{called}: it should be {expected:g}."
+    if answer(7e9, 1, 80e9, 4096, 32, False) != 0:
+        return "The state of 7 billion parameters does not fit on one GPU: return 0."
     return True
 
 
@@ -188,15 +237,59 @@ def _sends_in_tensor_parallel(answer) -> bool | str:
     return True
 
 
-def _is_smallest(answer) -> bool | str:
-    cases = ((7e9, 80e9, 2), (7e9, 56e9, 2), (7e9, 8e9, 16), (1e9, 16e9, 1))
-    for parameters, budget, expected in cases:
-        got = answer(parameters, budget)
+def _hides_sending(answer) -> bool | str:
+    """Computing of so many tokens takes as long as all that fsdp2 sends (2, 2, 4 bytes)."""
+    from utils import timing
+
+    for billions, gpus, layers in ((7, 64, 32), (1.3, 512, 24), (20, 8, 44)):
+        ring, size = timing.h100_ring(gpus), 1e9 * billions
+        sent = 8 * size * (gpus - 1) / gpus / ring.bandwidth
+        sent += 3 * (layers + 1) * ring.latency
+        tokens = sent * 0.4 * timing.PEAK_FLOPS["H100"] / (6 * size)
+        expected, got = 1024 * math.ceil(tokens / 1024), answer(billions, gpus, layers)
         if got != expected:
-            called = f"Called with ({parameters:g}, {budget:g}), it returns {got!r}"
-            is_power = got in [2**n for n in range(20)]
-            said = "" if is_power else ", which is no power of two"
-            return f"{called}{said}: it should be {expected}."
+            called = f"Called with ({billions}, {gpus}, {layers}), it returns {got!r}"
+            if not isinstance(got, int) or got % 1024:
+                return f"{called}, which is no multiple of 1024."
+            return f"{called}: there computing takes {got / tokens:.2f} times as long."
+    return True
+
+
+def _makes_few_buckets(answer) -> bool | str:
+    """Messages of DDP's two trips take at most a tenth of what its bytes take."""
+    from utils import timing
+
+    for parameters, gpus in ((7e9, 64), (30e9, 512), (1.3e9, 8)):
+        ring, mb = timing.h100_ring(gpus), 1
+        sending = 8 * parameters * (gpus - 1) / gpus / ring.bandwidth
+        while True:
+            messages = timing.messages("ddp", 1, parameters, mb)
+            if messages * ring.latency <= sending / 10:
+                break
+            mb *= 2
+        if (got := answer(parameters, gpus)) != mb:
+            size = "too large" if got > mb else "too small"
+            return f"Called with ({parameters:g}, {gpus}), it returns {got!r}: {size}."
+    return True
+
+
+def _counts_flops(answer) -> bool | str:
+    from utils.timing import training_flops
+
+    for parameters, layers, width, length in (
+        (7e9, 32, 4096, 8192),
+        (1e9, 24, 2048, 512),
+    ):
+        expected = training_flops(parameters, 1, (layers, width, length), True)
+        got = answer(parameters, layers, width, length)
+        ratio = got / expected
+        if abs(ratio - 1) > 1e-6:
+            called = f"({parameters:g}, {layers}, {width}, {length})"
+            said = (
+                f"Called with {called}, it returns {ratio:.3f} times what is computed."
+            )
+            forgot = abs(ratio - 3 / 4) < 1e-6
+            return f"{said} The forward pass runs twice." if forgot else said
     return True
 
 
@@ -338,25 +431,12 @@ def _same(ours: dict, theirs: dict) -> bool:
 
 EXERCISES = {
     # 03-fsdp-deepspeed/01_where_memory_goes.ipynb
-    "parameter bytes": Exercise(
-        _counts_parameter_bytes,
+    "tokens that fit": Exercise(
+        _fits_tokens,
         (
-            "How many numbers has a parameter, and how many bytes has each of them?",
-            "Every tensor knows both: numel() and element_size().",
+            "How many bytes of a GPU does the state leave for activations?",
+            "Activations grow with the tokens: how many bytes does one token take?",
         ),
-    ),
-    "state of 70B": Exercise(
-        lambda answer: abs(answer - 4.375) < 0.05,
-        (
-            "Which parts of the state does stage 3 divide?",
-            "All parts together take 16 bytes per parameter.",
-        ),
-        mistakes={
-            16 * 70: "That is the whole state, undivided.",
-            16 * 70e9 / 256: "The number is right, in bytes: give GB.",
-            2 * 70 / 256: "That is the parameters alone, without the other two parts.",
-            4 * 70 + 12 * 70 / 256: "That is stage 1, which divides one part only.",
-        },
     ),
     "floor of stage 1": Exercise(
         lambda answer: abs(answer - 280) < 1,
@@ -427,24 +507,19 @@ EXERCISES = {
             3: "That fits as well, but a lower stage does, too.",
         },
     ),
+    "norm of weights": Exercise(
+        _finds_the_norm,
+        (
+            "Between uses a parameter is empty. What puts it together, and on which ranks?",
+            "GatheredParameters takes a list of parameters, too. Who has to enter it?",
+        ),
+    ),
     "two trips": Exercise(
         _makes_two_trips,
         (
             "Which trip is one too many: of the parameters, or of the gradients?",
             "The table of settings names one that sends gradients to their owners only.",
         ),
-    ),
-    "ZeRO-3 chart": Exercise(
-        lambda answer: abs(answer - 10) < 1e-6,
-        (
-            "What is the proportion of the three parts before they are divided?",
-            "Stage 3 divides all three by the same number.",
-        ),
-        mistakes={
-            15: "That is the chart's own bar.",
-            60 / 12: "That is one byte's length: how many bytes has a parameter?",
-            20: "That is the bar of parameters in float32, or of two parts together.",
-        },
     ),
     # 03-fsdp-deepspeed/04_two_dimensions.ipynb
     "replicate traffic": Exercise(
@@ -475,15 +550,6 @@ EXERCISES = {
         ),
     ),
     # 03-fsdp-deepspeed/05_choosing_a_strategy.ipynb
-    "which row": Exercise(
-        lambda answer: (
-            answer == "fsdp2" or (WRONG_ROWS.get(answer) or "There is no such row.")
-        ),
-        (
-            "What does each row hold beside its state?",
-            "Call options(13, 16, layers=40), and compare with 70% of 40 GB.",
-        ),
-    ),
     "two trips, half the state": Exercise(
         _sends_as_ddp_and_holds_half,
         (
@@ -491,23 +557,25 @@ EXERCISES = {
             "fully_shard has an option for when gathered weights are freed: read its page.",
         ),
     ),
-    "traffic ratio": Exercise(
-        lambda answer: abs(answer - 1.5) < 1e-6,
+    "tokens that hide": Exercise(
+        _hides_sending,
         (
-            "Count trips over the network, for each of the two.",
-            "The number of GPUs is in both, and cancels.",
+            'sum(sending("fsdp2", ...).values()) are the seconds to hide.',
+            "How many tokens does a GPU compute in a second, at 40% of its peak?",
         ),
-        mistakes={
-            1: "They would be equal if nothing were gathered a second time.",
-            3: "That is the trips of FSDP2: how many has DDP?",
-            2 / 3: "That is DDP in units of FSDP2.",
-        },
     ),
-    "smallest": Exercise(
-        _is_smallest,
+    "bucket size": Exercise(
+        _makes_few_buckets,
         (
-            "How many bytes of state has a parameter at stage 3 on N GPUs?",
-            "Try 1, 2, 4, ... until it fits.",
+            "An all-reduce is two trips: of bytes, and of messages.",
+            'Try 1, 2, 4, ... in timing.messages("ddp", layers, parameters, bucket_mb).',
+        ),
+    ),
+    "flops with checkpointing": Exercise(
+        _counts_flops,
+        (
+            "Without it: 6 per parameter, and 12 x layers x width x length for attention.",
+            "A backward pass is two forward passes. How many are there with checkpointing?",
         ),
     ),
 }

@@ -88,21 +88,37 @@ def lowers_the_peak(wrap: Wrap) -> bool | str:
 def tells_shards_from_copies(is_sharded: Callable) -> bool | str:
     """Check that `is_sharded(model, optimizer, world_size)` knows FSDP2 from what is whole.
 
-    Three models, each after a backward pass and a step: FSDP2's, a plain one, and one that
-    shares out the optimizer's state only.
+    Four models, each after a step: FSDP2's, a plain one, one that shares out the
+    optimizer's state only, and one whose parts together are no larger than a share,
+    because gradients are freed, while its parameters are whole.
     """
-    found = []
-    with fake_ranks(WORLD_SIZE) as mesh:
-        for is_wrapped, updated in ((True, ""), (False, ""), (False, "head")):
-            model = GPT(SMOKE)
-            if is_wrapped:
-                wrap_more(model, mesh)
-            optimizer = torch.optim.AdamW(model.get_submodule(updated).parameters())
-            model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
-            optimizer.step()
-            found.append(bool(is_sharded(model, optimizer, WORLD_SIZE)))
-    if not found[0]:
+    if not _says_sharded(is_sharded, WORLD_SIZE, is_wrapped=True):
         return "It says of a model that FSDP2 has sharded that it is not."
-    if found[1]:
+    if _says_sharded(is_sharded, WORLD_SIZE):
         return "It takes a model that every rank holds whole for a sharded one."
-    return not found[2] or "It is content if the optimizer's state alone is divided."
+    if _says_sharded(is_sharded, WORLD_SIZE, updated="head"):
+        return "It is content if the optimizer's state alone is divided."
+    if _says_sharded(is_sharded, 2, updated="blocks.0", frees_gradients=True):
+        said = "On two ranks, gradients freed and some averages missing, it takes"
+        return f"{said} whole parameters for sharded ones: the total is small enough."
+    return True
+
+
+def _says_sharded(
+    is_sharded: Callable,
+    world_size: int,
+    is_wrapped: bool = False,
+    updated: str = "",
+    frees_gradients: bool = False,
+) -> bool:
+    """Return what it says of a GPT after a step in which `updated` alone is trained."""
+    with fake_ranks(world_size) as mesh:
+        model = GPT(SMOKE)
+        if is_wrapped:
+            wrap_more(model, mesh)
+        optimizer = torch.optim.AdamW(model.get_submodule(updated).parameters())
+        model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
+        optimizer.step()
+        if frees_gradients:
+            model.zero_grad()
+        return bool(is_sharded(model, optimizer, world_size))
