@@ -289,8 +289,8 @@ def test_a_folder_that_nodes_do_not_share_is_said(two_nodes, runs):
 def test_a_run_on_two_nodes_is_one_line_per_epoch(runs):
     code, out, err = runs["ddp"].end()
     assert code == 0, err
-    begins, started, waits, *epochs, trained = out.splitlines()
-    assert begins == "starts anew: ddp holds no checkpoint yet"
+    started, waits, begins, *epochs, trained = out.splitlines()
+    assert begins.endswith("starts anew: ddp holds no checkpoint yet")
     assert started.startswith("Ray 2.") and "with 3 node(s), 2 logical CPUs" in started
     assert waits.startswith(WAITS)
     assert len(epochs) == 2 and all("loss" in line for line in epochs)
@@ -302,9 +302,10 @@ def test_a_run_on_two_nodes_is_one_line_per_epoch(runs):
 def test_a_run_that_streams_on_two_nodes_is_one_line_per_epoch(runs):
     code, out, err = runs["data"].end()
     assert code == 0, err
-    _, _, *waits, rows, epoch, trained = out.splitlines()
+    _, *waits, rows, begins, epoch, trained = out.splitlines()
     assert waits and all(line.startswith(WAITS) for line in waits)
     assert rows.endswith("for each worker")
+    assert begins.endswith("starts anew: data holds no checkpoint yet")
     assert "ip=10.77.0." in epoch and "epoch 1: loss" in epoch
     assert trained.startswith("Trained. The last checkpoint is in ")
     assert err == ""
@@ -391,19 +392,61 @@ for cell in execute(Path(sys.argv[1]), {}).cells:
 """
 
 
+TRAINS = """
+import sys, ray
+from ray.train import RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+
+ray.init(logging_level="ERROR")
+storage = RunConfig(name=sys.argv[2], storage_path=sys.argv[1])
+one = ScalingConfig(num_workers=1)
+TorchTrainer(lambda: None, scaling_config=one, run_config=storage).fit()
+context = ray.get_runtime_context()
+print("driver", context.get_job_id(), context.get_node_id())
+"""
+WHERE = """
+import sys, ray
+from ray.util.state import list_actors
+
+ray.init(logging_level="ERROR")
+of_job = [("class_name", "=", "TrainController"), ("job_id", "=", sys.argv[1])]
+(controller,) = list_actors(filters=of_job)
+print("controller", controller.node_id, ray.get_runtime_context().get_node_id())
+"""
+
+
+@pytest.mark.weekly
+@pytest.mark.parametrize("cpus", [0, 1])
+def test_a_driver_that_asks_for_a_cpu_is_on_a_node_and_its_controller_with_it(
+    two_nodes, cpus
+):
+    program = two_nodes.shared / "trains.py"
+    program.write_text(TRAINS)
+    command = [program, two_nodes.shared / "where", f"asks-for-{cpus}"]
+    options = [f"--entrypoint-num-cpus={cpus}"] if cpus else []
+    code, out, _ = two_nodes.submit(command, None, *options).end()
+    assert code == 0, out
+    (job, driver) = re.search(r"driver (\w+) (\w+)", out).groups()
+    code, out, err = two_nodes.driver(["-c", WHERE, job]).end()
+    assert code == 0, err
+    (controller, head) = re.search(r"controller (\w+) (\w+)", out).groups()
+    assert controller == driver and (driver == head) == (not cpus)
+
+
 @pytest.mark.weekly
 def test_the_notebook_uses_a_cluster_that_is_there(tmp_path):
-    """Its first half, on nodes without this repository; the second starts its own Ray."""
+    """All of it, on nodes without this repository."""
     notebook = scripts.ROOT / "02-ddp-pytorch-ray" / "06_more_than_one_machine.ipynb"
     with cluster(tmp_path, 2, num_cpus=2) as there:
         code, out, err = there.driver(["-c", EXECUTE, notebook]).end(600)
     assert code == 0, err
     started = [line for line in out.splitlines() if line.startswith("Ray 2.")]
-    assert ":8265" in started[0] and ":8265" not in started[-2], started
+    assert started and all(":8265" in line for line in started), started
     assert "Proved: PACK took one node, and SPREAD two" in out
+    assert "Proved: code, variables and files arrive only if" in out
     assert "'SENT': 'with the job', 'BEFORE': None" in out  # nobody has set it there
-    assert "storage path:  3 of 3 nodes" in out
-    assert "Proved: a job whose driver was killed is submitted again" in out
+    assert "storage path: 3 of 3 nodes" in out
+    assert "relative path: 0 of 3 nodes" in out
 
 
 @pytest.mark.weekly

@@ -12,11 +12,13 @@ from pathlib import Path
 import nbformat
 import psutil
 import pytest
+from IPython.core.inputtransformer2 import TransformerManager
 from nbconvert.filters.markdown import markdown2html
 
 from tests import scripts
 from tests.patience import PATIENCE
 from tests.tools import notebooks
+from tests.tools.notebooks import outline
 from tests.tools.notebooks.execution import execute
 from tests.tools.notebooks.navigation import navigation
 from utils.show import function_source
@@ -114,6 +116,63 @@ def test_navigation_is_fresh(notebook):
     line = navigation(notebook.path)
     assert notebook.cells[0].source.startswith(line)
     assert notebook.cells[-1].source.endswith(line)
+
+
+def test_times_are_fresh(notebook):
+    """Of the first cell; `python -m tests.tools.notebooks link` writes them anew."""
+    if outline.side_trips(notebook.cells):
+        line = outline.time_line(notebook, outline.minutes_to_run(notebook))
+        assert f"{line}\n" in f"{notebook.cells[0].source}\n"
+
+
+@pytest.mark.parametrize("readme", outline.readmes(), ids=name)
+def test_rows_of_lessons_are_fresh(readme):
+    rows = outline.rows_of(readme)
+    assert rows
+    for path, there in rows.items():
+        assert there == outline.row(path, readme)
+
+
+def bound_and_used(cells: list) -> tuple[set[str], set[str]]:
+    """Names that cells of code bind, and names that they use."""
+    bound, used = set(), set()
+    for cell in cells:
+        if cell.cell_type != "code":
+            continue
+        source = TransformerManager().transform_cell(cell.source)
+        for node in ast.walk(ast.parse(source)):
+            match node:
+                case ast.Name(id=name, ctx=ast.Load()):
+                    used.add(name)
+                case ast.Name(id=name) | ast.arg(arg=name):
+                    bound.add(name)
+                case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                    bound.add(name)
+                case ast.alias(name=name, asname=asname):
+                    bound.add((asname or name).split(".")[0])
+    return bound, used
+
+
+def taken_from_other_trips(cells: list) -> dict[str, set[str]]:
+    """By side trip, names of another one that it uses and nobody else binds."""
+    main, _ = bound_and_used(outline.main_line(cells))
+    trips = {h: bound_and_used(t) for h, t in outline.side_trips(cells).items()}
+    found = {}
+    for heading, (own, used) in trips.items():
+        others = [bound for other, (bound, _) in trips.items() if other != heading]
+        found[heading] = (used - main - own) & set().union(*others)
+    return {heading: names for heading, names in found.items() if names}
+
+
+def test_no_side_trip_needs_another(notebook):
+    assert taken_from_other_trips(notebook.cells) == {}
+
+
+def test_a_side_trip_that_needs_another_is_seen():
+    text, code = nbformat.v4.new_markdown_cell, nbformat.v4.new_code_cell
+    cells = [code("a = 1"), text("## Going deeper"), text("### One"), code("b = a")]
+    cells += [text("### Two"), code("c = a\nprint(c, b)"), text("## Read next")]
+    assert taken_from_other_trips(cells) == {"Two": {"b"}}
 
 
 def test_links_are_rendered(notebook):

@@ -67,6 +67,30 @@ def on_two_ranks(train_all: Callable[[], dict]) -> dict:
     return results
 
 
+def two_terms_on_this_rank() -> dict:
+    """By stage, the whole gradients of two passes."""
+    found = {}
+    for stage in (1, 2, 3):
+        engine = sharding.zero_engine(stage, torch.float32, passes=2)
+        from deepspeed.utils import safe_get_full_grad
+
+        ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        for number in range(2):
+            inside = sharding.loss_of(engine, *sharding.share(number, *ranks))
+            beside = sharding.share(number + 2, *ranks)
+            engine.backward(inside + sharding.loss_of(engine.module, *beside))
+            if number == 0:
+                engine.step()
+        parameters = engine.module.parameters()
+        found[stage] = [safe_get_full_grad(p).clone() for p in parameters]
+    return found
+
+
+@cache
+def two_terms() -> dict:
+    return run_ranks(two_terms_on_this_rank, 2)[0]
+
+
 @cache
 def fsdp2() -> dict:
     return on_two_ranks(fsdp2_all)
@@ -84,6 +108,16 @@ def test_two_passes_of_half_the_batch_are_one_of_all(stage):
     assert worst(ours["losses"], theirs["losses"]) < 1e-5
     assert worst(ours["gradients"], theirs["gradients"]) < 1e-6
     assert worst(ours["parameters"], theirs["parameters"]) < 1e-5
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_term_that_goes_round_the_engine_counts_once(stage):
+    """Two passes, each with a term through the engine and one through `engine.module`."""
+    model = sharding.build_model(torch.float32)
+    for step in range(4):
+        (sharding.loss_of(model, *sharding.share(step)) / 2).backward()
+    truth = [p.grad for p in model.parameters()]
+    assert worst(two_terms()[stage], truth) < 1e-6
 
 
 @pytest.mark.parametrize("stage", range(4))

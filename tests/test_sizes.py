@@ -1,24 +1,9 @@
 """The report of sizes counts right; no size is a limit."""
 
 import nbformat
-import pytest
 
 from tests import readme, scripts
 from tests.tools import notebooks, sizes
-
-
-@pytest.mark.parametrize(
-    ("said", "minutes"),
-    [
-        ("a minute to run, 35 minutes to read and play.", 35),
-        ("2 minutes to run on two cores, half an hour to read.", 30),
-        ("a minute to run, about three quarters of an hour to read", 45),
-        ("a minute to run, as long as you like to read", None),
-        ("nothing of it", None),
-    ],
-)
-def test_minutes_are_understood(said, minutes):
-    assert sizes.minutes_said(f"**Time:** {said}") == minutes
 
 
 def test_a_notebook_is_counted(tmp_path):
@@ -31,10 +16,8 @@ def test_a_notebook_is_counted(tmp_path):
     path = tmp_path / "02-part" / "01_a.ipynb"
     path.parent.mkdir()
     nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
-    readme = path.with_name("README.md")
-    readme.write_text("| [a](01_a.ipynb) | 1 minute | 8 minutes |")
     # 3, 17, 1 and 40 lines of code; 11, 589 and 3 words, of which 600 in the main line
-    expected = [7, 5, "10", 40, 2, 1, 1, 1, 9, 5, 9, 8]
+    expected = [7, 5, "10", 40, 2, 1, 1, 1, 9, 5]
     assert sizes.notebook_row(path) == expected
     assert sizes.notebook_table([path]).splitlines()[1].split() == [
         "02/01_a",

@@ -7,7 +7,6 @@ To look at, not to write up to: a number that stands out is a question, not a fa
 
 import ast
 import itertools
-import re
 import statistics
 from pathlib import Path
 
@@ -15,56 +14,13 @@ import nbformat
 
 from tests import readme, scripts
 from tests.tools import notebooks
+from tests.tools.notebooks.outline import lines, main_line, minutes_to_read
 
-# Above this heading is a lesson's main line, below it are its side trips.
-SIDE_TRIPS = re.compile(r"^#+ Going deeper", re.MULTILINE)
-WORDS_PER_MINUTE, LINES_PER_MINUTE = 200, 10
-HOURS = {"half an hour": 30, "three quarters of an hour": 45, "an hour": 60}
 COUNTS = ["cells", "main line", "median", "longest", "in a row", "pictures"]
-COUNTS += ["diagrams", "not compared", "to read", "main line", "it says", "README"]
+COUNTS += ["diagrams", "not compared", "to read", "main line"]
 CAPTION = """\
 Cells: all, and the main line. Lines of a code cell: median, longest. Most code cells in a
-row. Not compared: cells. Minutes to read: of all and of the main line, counted; as the
-notebook says; as its folder's README says."""
-
-
-def lines(cell) -> int:
-    """Count the lines of a cell that are not empty."""
-    return sum(bool(line.strip()) for line in cell.source.splitlines())
-
-
-def main_line(cells: list) -> list:
-    """Return the cells before the heading "Going deeper"; all where there is none."""
-
-    def is_main(cell) -> bool:
-        return cell.cell_type != "markdown" or not SIDE_TRIPS.search(cell.source)
-
-    return list(itertools.takewhile(is_main, cells))
-
-
-def minutes_to_read(cells: list) -> int:
-    """Return the minutes that words and lines of code take."""
-    words = sum(len(c.source.split()) for c in cells if c.cell_type == "markdown")
-    code = sum(lines(cell) for cell in cells if cell.cell_type == "code")
-    return round(words / WORDS_PER_MINUTE + code / LINES_PER_MINUTE)
-
-
-def minutes_said(text: str) -> int | None:
-    """Return the minutes in "a minute to run, half an hour to read"; None without."""
-    found = re.search(r", (?:about )?([\w ]+) to read\b", text)
-    said = found[1] if found else ""
-    if said in HOURS:
-        return HOURS[said]
-    number = said.removesuffix(" minutes")
-    return int(number) if number.isdecimal() else None
-
-
-def minutes_in_readme(path: Path) -> int | None:
-    """Return the minutes to read in a notebook's row of its folder's README."""
-    page = path.parent / "README.md"
-    text = page.read_text() if page.exists() else ""
-    row = re.search(rf"\({path.name}\) \|.*\| (\d+) minutes \|$", text, re.MULTILINE)
-    return int(row[1]) if row else None
+row. Not compared: cells. Minutes to read: of all and of the main line."""
 
 
 def notebook_row(path: Path) -> list:
@@ -87,8 +43,6 @@ def notebook_row(path: Path) -> list:
         sum("nbval-ignore-output" in each for each in tags),
         minutes_to_read(cells),
         minutes_to_read(main_line(cells)),
-        minutes_said(cells[0].source),
-        minutes_in_readme(path),
     ]
 
 

@@ -1,6 +1,7 @@
 """The notebooks of the workshop: which there are, and what one of them says.
 
-`execution` runs and records them, `navigation` links them, and
+`execution` runs and records them, `navigation` links them, `outline` says how long
+their main lines and side trips take, and
 `python -m tests.tools.notebooks` is their command line.
 """
 

@@ -2,7 +2,7 @@
 
 python -m tests.tools.notebooks tour                  # execute copies, print the proofs
 python -m tests.tools.notebooks record [NOTEBOOK ...] # execute in place, save outputs
-python -m tests.tools.notebooks link [NOTEBOOK ...]   # write the links to neighbours anew
+python -m tests.tools.notebooks link [NOTEBOOK ...]   # write links and minutes anew
 """
 
 import argparse

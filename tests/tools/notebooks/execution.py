@@ -1,6 +1,7 @@
 """Run a notebook from a fresh kernel, end what it leaves behind, and record its outputs."""
 
 import os
+import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernel
 from tqdm import tqdm
 
 from tests.tools import notebooks
+from tests.tools.notebooks import outline
 from tests.tools.notebooks.navigation import with_navigation
 
 CELL_TIMEOUT_S = 900
@@ -92,10 +94,13 @@ def without_widgets(notebook: nbformat.NotebookNode) -> None:
 def record(paths: list[Path]) -> None:
     """Execute notebooks in smoke mode and save them with clean outputs."""
     for path in tqdm(paths, desc="record", unit="notebook"):
+        start = time.monotonic()
         notebook = execute(path, RECORDING_ENVIRONMENT)
+        seconds = time.monotonic() - start
         without_traceback(notebook)
         without_widgets(notebook)
         with_navigation(path, notebook)
+        outline.with_times(notebook, seconds)
         notebook.metadata = nbformat.from_dict(
             {
                 "kernelspec": {
@@ -109,3 +114,4 @@ def record(paths: list[Path]) -> None:
         temporary = path.with_suffix(".tmp")
         nbformat.write(notebook, temporary)
         temporary.replace(path)
+    outline.write_rows()

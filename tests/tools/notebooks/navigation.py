@@ -5,7 +5,7 @@ from pathlib import Path
 
 import nbformat
 
-from tests.tools.notebooks import all_notebooks, title
+from tests.tools.notebooks import all_notebooks, outline, title
 
 NAVIGATION = re.compile(r"^.*<!-- navigation -->.*\n*", re.MULTILINE)
 
@@ -36,11 +36,13 @@ def with_navigation(path: Path, notebook: nbformat.NotebookNode) -> None:
 
 
 def link(paths: list[Path]) -> None:
-    """Write the navigation of notebooks anew, without executing them."""
+    """Write navigation and minutes of notebooks anew, without executing them."""
     for path in paths:
         notebook = nbformat.read(path, as_version=4)
         with_navigation(path, notebook)
+        outline.with_times(notebook)
         nbformat.write(notebook, path)
+    outline.write_rows()
 
 
 def _link(path: Path) -> str:
