@@ -3,6 +3,7 @@
 import pyarrow as pa
 import pytest
 import ray
+import torch
 from ray.train import ControllerError, WorkerGroupError
 
 from utils import failures
@@ -125,6 +126,9 @@ def test_a_killed_first_save_is_removed_and_nothing_else(tmp_path):
     (tmp_path / "checkpoint_1").mkdir()
     (tmp_path / "checkpoint_1" / "checkpoint.pt").write_bytes(b"half")
     (tmp_path / "stop").touch()
+    whole = tmp_path / "checkpoint_2"
+    whole.mkdir()
+    torch.save({}, whole / "checkpoint.pt")  # of a run whose list somebody lost
     failures.remove_cut_off(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["stop"]
+    assert {path.name for path in tmp_path.iterdir()} == {"stop", "checkpoint_2"}
     failures.remove_cut_off(tmp_path / "not there")

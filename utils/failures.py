@@ -2,6 +2,7 @@
 
 import contextlib
 import shutil
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -52,17 +53,18 @@ def run_options(name: str, folder: Path, keep: int) -> dict:
 def remove_cut_off(run: Path) -> None:
     """Remove from a run's folder what killed saves have left: no checkpoint of Ray's list.
 
-    As large as a checkpoint, and of no use, as Ray never takes it for one. Call it while
-    nobody trains this run.
+    As large as a checkpoint, and of no use, as Ray never takes it for one. Where there is
+    no list, what can be read stays: a file that was cut off is no zip archive, as
+    `torch.save` writes. Call it while nobody trains this run.
     """
     found = set(run.glob("checkpoint_*/"))
     if not found:
         return
     try:
         listed = ray.train.Result.from_path(run).best_checkpoints or []
-    except RuntimeError:  # there is no list, as no save has ended
-        listed = []
-    whole = {Path(checkpoint.path).name for checkpoint, _ in listed}
+        whole = {Path(checkpoint.path).name for checkpoint, _ in listed}
+    except RuntimeError:  # there is no list: no save has ended, or somebody lost it
+        whole = {p.name for p in found if zipfile.is_zipfile(p / "checkpoint.pt")}
     for path in found:
         if path.name not in whole:
             shutil.rmtree(path, ignore_errors=True)
