@@ -2,8 +2,11 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+from datetime import timedelta
 
 import psutil
 import pytest
@@ -62,6 +65,55 @@ def test_ranks_can_make_a_process_group():
         return total.item()
 
     assert run_ranks(sum_of_ranks, 3) == [3, 3, 3]
+
+
+def test_a_rank_that_has_returned_still_serves_the_others():
+    """Else an early rank 0 takes the store along, and a late rank's connection is reset."""
+
+    held = []  # as torch.distributed holds the store of a process group
+
+    def meet() -> bytes:
+        rank = int(os.environ["RANK"])
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(
+            *address,
+            is_master=rank == 0,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=60),
+        )
+        held.append(store)
+        if rank == 0:
+            store.set("word", "kept")
+            return b""
+        time.sleep(1)  # long enough for rank 0 to return, and to end if it does
+        return store.get("word")
+
+    assert run_ranks(meet, 2) == [b"", b"kept"]
+
+
+CALLER = """
+import os, pathlib, sys, time
+from utils.launch import run_ranks
+
+def note(folder):
+    pathlib.Path(folder, os.environ["RANK"]).write_text(str(os.getpid()))
+    time.sleep(600 * int(os.environ["RANK"]))
+
+run_ranks(note, 2, sys.argv[1])
+"""
+
+
+def test_a_rank_that_has_returned_ends_when_its_caller_is_killed(tmp_path):
+    caller = subprocess.Popen([sys.executable, "-c", CALLER, tmp_path])
+    try:
+        while not (tmp_path / "0").exists() or not (tmp_path / "0").read_text():
+            assert caller.poll() is None, "the caller has ended"
+            time.sleep(0.05)
+        returned = psutil.Process(int((tmp_path / "0").read_text()))
+    finally:
+        caller.kill()
+        caller.wait()
+    returned.wait(timeout=60)
 
 
 def test_failing_rank_is_named_and_ends_the_others(tmp_path):

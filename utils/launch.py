@@ -54,15 +54,15 @@ def run_ranks(
     ranks, pipes = [], []
     try:
         for rank in range(num_workers):
-            receiver, sender = _context.Pipe(duplex=False)
+            here, there = _context.Pipe()
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             process = _context.Process(
-                target=_run_rank, args=(payload, env | own, sender), daemon=True
+                target=_run_rank, args=(payload, env | own, there), daemon=True
             )
             ranks.append(process)
             process.start()
-            sender.close()  # so that the receiver sees the end of a rank that dies
-            pipes.append(receiver)
+            there.close()  # so that this end sees the end of a rank that dies
+            pipes.append(here)
         return _collect(ranks, pipes, time.monotonic() + timeout)
     finally:
         for process in ranks:
@@ -113,7 +113,7 @@ def _first_with(summary: str, rank: int, waiting: list, pipes: list) -> int:
     return rank
 
 
-def _run_rank(payload: bytes, env: dict[str, str], sender) -> None:
+def _run_rank(payload: bytes, env: dict[str, str], caller) -> None:
     # A notebook's stop reaches every process. The caller ends the ranks; were they to end
     # by themselves, each would print a traceback.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -125,4 +125,8 @@ def _run_rank(payload: bytes, env: dict[str, str], sender) -> None:
     except Exception as error:
         summary = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
         message = cloudpickle.dumps((False, (summary, traceback.format_exc())))
-    sender.send_bytes(message)
+    caller.send_bytes(message)
+    # Rank 0 holds the store through which the others meet: as under torchrun, it stays
+    # until all have returned. The caller kills this process then, or has died itself.
+    with contextlib.suppress(EOFError, ConnectionResetError):
+        caller.recv_bytes()
