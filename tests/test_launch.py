@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.patience import PATIENCE
 from utils.launch import run_ranks
 
 pytestmark = pytest.mark.part01
@@ -112,8 +113,8 @@ def test_a_rank_that_has_returned_ends_when_its_caller_is_killed(tmp_path):
         returned = psutil.Process(int((tmp_path / "0").read_text()))
     finally:
         caller.kill()
-        caller.wait()
-    returned.wait(timeout=60)
+        caller.wait(timeout=PATIENCE)
+    returned.wait(timeout=PATIENCE)
 
 
 def test_failing_rank_is_named_and_ends_the_others(tmp_path):
