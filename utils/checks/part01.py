@@ -388,8 +388,9 @@ EXERCISES = {
     "find the bug": Exercise(
         _finds_the_bug,
         (
-            "What is off by 100% in every tensor is twice as long as it should be.",
-            "Ask in float64 and in float32: which one passes only one of the two?",
+            "Count in float64 and in float32: no two versions give the same two numbers.",
+            "What is twice as long is off in both types, in every tensor; what is rounded, "
+            "in float64 alone.",
         ),
     ),
     "mean loss": Exercise(
