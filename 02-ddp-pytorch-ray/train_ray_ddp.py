@@ -103,7 +103,7 @@ def train_fn(config):
 def train_epoch(model, optimizer, train_loader, stop, bf16=False):
     """Train on what is left of an epoch; returns the mean loss of all ranks, and steps.
 
-    It ends early where a rank has been asked to save or to stop.
+    It ends early where a rank has been asked to stop.
     """
     losses = []
     for images, labels in train_loader:
