@@ -17,6 +17,8 @@ def test_a_process_that_starts_is_not_growth_and_one_that_keeps_data_is():
     before = samples({1: 100, 2: 130}, {1: 110, 2: 130, 3: 130})
     assert growth(before, samples({1: 105, 2: 130, 4: 130}, {1: 105, 2: 131})) == -4
     assert growth(before, samples({1: 105, 2: 130, 4: 130}, {1: 300, 2: 131})) == 191
+    after = samples({1: 105, 2: 130, 4: 130}, {1: 300, 2: 131})
+    assert growth(before, after, only={2, 4}) == 1
 
 
 @pytest.mark.parametrize(("limit", "used"), [(1000, 700), (500, 60)])

@@ -69,14 +69,17 @@ class sample_memory:
         )
 
 
-def growth(before: list[Sample], after: list[Sample]) -> int:
+def growth(
+    before: list[Sample], after: list[Sample], only: set[int] | None = None
+) -> int:
     """How many bytes more Ray's processes have at their peaks in `after` than in `before`.
 
     Summed over the processes that live in every sample of both. Ray starts and ends worker
     processes as it needs them, about 130 MB each: in a sum over all, a start would look
-    like data that are kept.
+    like data that are kept. `only` names the process ids that count (None: all).
     """
     same = set.intersection(*(set(s.by_process) for s in [*before, *after]))
+    same &= same if only is None else only
     return sum(
         max(s.by_process[pid] for s in after) - max(s.by_process[pid] for s in before)
         for pid in same
