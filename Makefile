@@ -10,7 +10,7 @@ RUN := PATH="$(CURDIR)/.venv/bin:$$PATH" $(PY)
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lab test test-all test-weekly coverage tour record bench gpu lint doctor clean
+.PHONY: help setup lab test test-all test-weekly electives test-electives coverage tour record bench gpu lint doctor clean
 
 help: ## print what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -63,6 +63,18 @@ test-all: $(READY) ## run what gates a change: all notebooks, parity, faults, sc
 # A long test may take longer than others may.
 test-weekly: $(READY) ## run what is long and rarely breaks
 	@$(RUN) -m pytest -m weekly --note-run=test-weekly -o timeout=3600 -o faulthandler_timeout=3660
+
+ELECTIVES := 02-ddp-pytorch-ray/electives
+electives: .venv/.electives ## install what the electives need, too (once; no pin changes)
+
+.venv/.electives: $(READY) $(ELECTIVES)/requirements.txt $(ELECTIVES)/constraints.txt
+	@if command -v uv >/dev/null; then uv pip install --compile-bytecode --python $(PY) -r $(ELECTIVES)/requirements.txt; \
+	else $(PY) -m pip install -r $(ELECTIVES)/requirements.txt; \
+	fi || { echo "The packages of the electives could not be installed (the lines above say why); the other lessons run without."; exit 1; }
+	@touch $@
+
+test-electives: .venv/.electives ## run the electives, and that no pin has changed
+	@$(RUN) -m pytest --nbval $(LANES) -m "elective and not weekly" --note-run=test-electives
 
 # The table comes also if a test fails; then the command fails, too.
 coverage: $(READY) ## run what test-all runs, and print which lines of utils and the scripts it ran

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from utils.electives import missing, pins
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -37,6 +39,12 @@ def no_schemas() -> bool:
     return "WORKSHOP_KUBERAY_SCHEMAS" not in os.environ
 
 
+def lacks_electives() -> bool:
+    """Nobody installed them: .ci/run does, and then runs their tests."""
+    return bool(missing(*pins()))
+
+
+NO_ELECTIVES = "the electives are not installed: `make electives`"
 # The reason that a test gives, and where it may.
 ALLOWED = {
     "mallopt is glibc's": lambda: platform.libc_ver()[0] != "glibc",
@@ -45,6 +53,7 @@ ALLOWED = {
     "there is no compiler here": installs_nothing,
     "Prometheus is not installed here": installs_nothing,
     "KubeRay's schemas are not here and cannot be downloaded": no_schemas,
+    NO_ELECTIVES: lacks_electives,
     "this user may not mount a disk to fill up": lambda: not may_mount(),
     "this user may not make network namespaces": lambda: not may_mount(),
 }

@@ -736,7 +736,7 @@ def test_every_exercise_is_asked_and_solved(monkeypatch):
     """What starters and solutions print is compared when their notebooks are executed."""
     monkeypatch.undo()
     asked, solved = {}, {}
-    for path in notebooks.all_notebooks():
+    for path in notebooks.all_notebooks() + notebooks.electives():
         (solved if path.stem == "solutions" else asked).update(checked(path))
     assert asked.keys() == solved.keys() == checks.EXERCISES.keys()
     assert all(said.endswith("Right!\n") for said in solved.values())

@@ -131,6 +131,7 @@ def needed(name, extras=("",), seen=None):
     return seen
 
 
+@pytest.mark.elective  # which changes no pin
 def test_every_package_is_installed_at_its_constraint():
     """Also those that only other packages need: next year's set-up is today's."""
     assert "-c constraints.txt" in LINES

@@ -23,7 +23,7 @@ from tests.tools.notebooks.execution import execute
 from tests.tools.notebooks.navigation import navigation
 from utils.show import function_source
 
-ALL = notebooks.all_notebooks()
+ALL = notebooks.all_notebooks() + notebooks.electives()
 PAGES = [
     path
     for pattern in ("*.md", "0*/**/*.md", "tests/**/*.md", "utils/**/*.md")

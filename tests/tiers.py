@@ -11,7 +11,12 @@ from pathlib import Path
 import pytest
 from nbval.plugin import IPyNbCell
 
+from tests.skips import NO_ELECTIVES
+from tests.tools import notebooks
+from utils.electives import missing
+
 COLLECTED: set[str] = set()  # the names of all tests of this run
+ELECTIVES = notebooks.electives()
 PART = re.compile(r"(?:^|[/\[])(0\d)-[a-z]")  # a numbered folder, in the name of a test
 
 
@@ -32,7 +37,12 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if part := PART.search(item.nodeid):
             item.add_marker(f"part{part[1]}")
-        if isinstance(item, IPyNbCell) and not is_quick(item.path):
+        if isinstance(item, IPyNbCell) and item.path in ELECTIVES:
+            item.add_marker("elective")
+            item.add_marker("slow")
+            if missing(*notebooks.needed(item.path)):
+                item.add_marker(pytest.mark.skip(reason=NO_ELECTIVES))
+        elif isinstance(item, IPyNbCell) and not is_quick(item.path):
             item.add_marker("slow")
 
 

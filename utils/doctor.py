@@ -22,6 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
+from utils import electives as the_electives
 from utils import settings
 from utils.errors import BadInput
 
@@ -84,6 +85,21 @@ def requirements() -> list[tuple[str, str, str]]:
     """Read the pins: (name, "==" or "<", version)."""
     pin = r"^([\w.-]+)(?:\[.*?\])?(==|<)([\w.]+)"
     return re.findall(pin, REQUIREMENTS.read_text(), re.MULTILINE)
+
+
+def electives() -> Result:
+    """Compare what is there of the electives' packages with their pins."""
+    pins = the_electives.pins()
+    gone, wrong = the_electives.missing(*pins), the_electives.wrong_versions()
+    if wrong:
+        mend = "Install what is pinned: `make -B electives`."
+        return Result("warn", "; ".join(wrong), mend)
+    if len(gone) == len(pins):
+        return Result("ok", "not installed; `make electives` installs them")
+    if gone:
+        mend = "Install the others, too: `make -B electives`."
+        return Result("warn", f"{', '.join(gone)} missing", mend)
+    return Result("ok", f"all {len(pins)} as pinned")
 
 
 def torch_build() -> Result:
@@ -262,8 +278,8 @@ def network() -> Result:
     return Result("warn", "none", "The lessons run without: their data is shipped.")
 
 
-CHECKS: tuple[Callable[[], Result], ...] = (workshop, python, packages, torch_build)
-CHECKS += (run_mode, cores, memory, disk, gpus, compiler, ray, network)
+CHECKS: tuple[Callable[[], Result], ...] = (workshop, python, packages, electives)
+CHECKS += (torch_build, run_mode, cores, memory, disk, gpus, compiler, ray, network)
 
 
 def main() -> int:

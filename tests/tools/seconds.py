@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from tests.tools import notebooks
-from tests.tools.notebooks import all_notebooks, code
+from tests.tools.notebooks import all_notebooks, code, electives
 
 CELLS = notebooks.ROOT / "build" / "seconds_per_cell.json"
 RUNS = notebooks.ROOT / "build" / "seconds_per_run.json"
@@ -97,7 +97,8 @@ def all_sources() -> list[str]:
     root = notebooks.ROOT
     modules = [*root.glob("*.py"), *root.glob("utils/**/*.py")]
     modules += [*root.glob("tests/**/*.py"), *root.glob("0*/*.py")]
-    cells = [source for path in all_notebooks() for source in code(path)]
+    books = all_notebooks() + electives()
+    cells = [source for path in books for source in code(path)]
     return [path.read_text() for path in sorted(modules)] + cells
 
 
@@ -107,7 +108,7 @@ def note_cells(by_test: dict[str, float]) -> None:
     Of the others stays what an earlier run noted; `noted_cells` drops what is stale.
     """
     noted = _read(CELLS)
-    for path in all_notebooks():
+    for path in all_notebooks() + electives():
         sources = code(path)
         name = path.relative_to(notebooks.ROOT).as_posix()
         cells = [f"{name}::Cell {number}" for number in range(len(sources))]
@@ -121,7 +122,7 @@ def noted_cells() -> dict[str, list[tuple[str, float]]]:
     """Source and seconds of every cell, by notebook, where it has not changed since."""
     noted = _read(CELLS)
     found = {}
-    for path in all_notebooks():
+    for path in all_notebooks() + electives():
         name, sources = path.relative_to(notebooks.ROOT).as_posix(), code(path)
         if noted.get(name, {}).get("sources") == _digest(sources):
             found[name] = list(zip(sources, noted[name]["seconds"]))

@@ -19,6 +19,17 @@ def all_notebooks() -> list[Path]:
     return sorted(ROOT.glob("0[123]-*/*.ipynb"))
 
 
+def electives() -> list[Path]:
+    """The notebooks that stand beside the route: each needs packages of its own."""
+    return sorted(ROOT.glob("0[123]-*/electives/*.ipynb"))
+
+
+def needed(path: Path) -> list[str]:
+    """The packages that an elective names in its first cell of code."""
+    call = re.search(r"^needs\(([^)]*)\)", code(path)[0], re.MULTILINE)
+    return re.findall(r'"([^"]+)"', call[1]) if call else []
+
+
 def code(path: Path) -> list[str]:
     """The source of every cell of code."""
     cells = nbformat.read(path, as_version=4).cells

@@ -59,8 +59,9 @@ def main() -> int:
     parser.add_argument("command", choices=("tour", "record", "link"))
     parser.add_argument("notebooks", nargs="*", type=Path)
     args = parser.parse_args()
-    known = notebooks.all_notebooks()
-    paths = [path.resolve() for path in args.notebooks] or known
+    known = notebooks.all_notebooks() + notebooks.electives()
+    route = notebooks.all_notebooks() if args.command == "tour" else known
+    paths = [path.resolve() for path in args.notebooks] or route
     unknown = [str(path) for path in paths if path not in known]
     if unknown:
         print(f"Not a notebook of the workshop: {', '.join(unknown)}.", file=sys.stderr)

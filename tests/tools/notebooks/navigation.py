@@ -5,16 +5,18 @@ from pathlib import Path
 
 import nbformat
 
-from tests.tools.notebooks import all_notebooks, outline, title
+from tests.tools.notebooks import all_notebooks, electives, outline, title
 
 NAVIGATION = re.compile(r"^.*<!-- navigation -->.*\n*", re.MULTILINE)
 
 
 def navigation(path: Path) -> str:
     """The line that links a notebook to its neighbours."""
-    notebooks = all_notebooks()
+    notebooks = electives() if path in electives() else all_notebooks()
     here = notebooks.index(path)
-    links = ["[Contents](../README.md)"]
+    # Of an elective these are the electives' own.
+    readme = "README.md" if path in electives() else "../README.md"
+    links = [f"[Contents]({readme})"]
     if here > 0:
         links.insert(
             0, f"[← {title(notebooks[here - 1])}]({_link(notebooks[here - 1])})"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import nbformat
 
-from tests.tools.notebooks import ROOT, all_notebooks, title
+from tests.tools.notebooks import ROOT, all_notebooks, electives, title
 
 WORDS_PER_MINUTE, LINES_PER_MINUTE = 200, 10
 # Above this heading is a lesson's main line, below it are its side trips.
@@ -121,12 +121,13 @@ def row(path: Path, readme: Path) -> str:
 
 def rows_of(readme: Path) -> dict[Path, str]:
     """Return the rows that a README has, by the lesson that they are about."""
+    here = readme.parent
+    lessons = [p for p in all_notebooks() if here in p.parents]
+    lessons += [p for p in electives() if here == p.parent]
     found = {}
-    for path in all_notebooks():
-        file = (
-            path.relative_to(readme.parent) if readme.parent in path.parents else None
-        )
-        if file and path.stem != "solutions":
+    for path in lessons:
+        if path.stem != "solutions":
+            file = path.relative_to(here)
             link = re.escape(f"]({file.as_posix()})")
             pattern = rf"^\|(?: \d\d/\d\d \|)? \[[^\]]+{link} \|.*\|$"
             lines_ = re.findall(pattern, readme.read_text(), re.MULTILINE)
@@ -136,7 +137,8 @@ def rows_of(readme: Path) -> dict[Path, str]:
 
 def readmes() -> list[Path]:
     """Return the READMEs with a table of lessons."""
-    return [ROOT / "README.md", *sorted(ROOT.glob("0[123]-*/README.md"))]
+    folders = {path.parent for path in all_notebooks() + electives()}
+    return [folder / "README.md" for folder in (ROOT, *sorted(folders))]
 
 
 def write_rows() -> None:

@@ -1,0 +1,105 @@
+"""The electives: what they need is pinned, named in the lessons, and changes nothing else."""
+
+import re
+from importlib import metadata
+
+import nbformat
+import pytest
+from IPython.core.inputtransformer2 import TransformerManager
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests import test_environment
+from tests.skips import NO_ELECTIVES, lacks_electives
+from tests.test_environment import imported, needed
+from tests.tools import notebooks
+from utils import doctor, electives
+
+CONSTRAINTS = electives.REQUIREMENTS.with_name("constraints.txt")
+TAKES_ALL = pytest.mark.skipif(lacks_electives(), reason=NO_ELECTIVES)
+
+
+def names(text: str) -> set[str]:
+    """The packages that lines of requirements pin."""
+    lines = [line.partition("#")[0] for line in text.splitlines()]
+    pins = [Requirement(line) for line in lines if re.match(r"\w", line)]
+    assert all(str(pin.specifier).startswith("==") for pin in pins)
+    return {canonicalize_name(pin.name) for pin in pins}
+
+
+def test_what_all_lessons_need_is_pinned_in_one_place():
+    """So `make electives` cannot change a pin: it installs under both constraints."""
+    lines = electives.REQUIREMENTS.read_text().splitlines()
+    assert "-c ../../constraints.txt" in lines and "-c constraints.txt" in lines
+    shared = names(test_environment.CONSTRAINTS.read_text())
+    own = names(CONSTRAINTS.read_text())
+    assert not shared & own
+    assert names(electives.REQUIREMENTS.read_text()) <= own
+    assert not re.search(r"://|^-|@", CONSTRAINTS.read_text(), re.MULTILINE)
+
+
+@TAKES_ALL
+@pytest.mark.elective
+def test_electives_are_installed_as_pinned():
+    assert electives.wrong_versions() == []
+    pins = electives.pins()
+    installed = {}
+    for name in pins:
+        needed(name, seen=installed)
+    both = test_environment.constrained()
+    lines = CONSTRAINTS.read_text().splitlines()[1:]
+    for pin in (Requirement(line) for line in lines):
+        both[canonicalize_name(pin.name)] = str(pin.specifier)[2:]
+    assert installed.keys() > {canonicalize_name(name) for name in pins}
+    for name in installed:
+        version = metadata.version(name).partition("+")[0]
+        assert both.get(name) == version, f"{name} is {version}: see CONTRIBUTING.md"
+
+
+def test_a_lesson_names_what_it_imports():
+    """In its first cell of code, where whoever lacks it reads what to type."""
+    shared = {canonicalize_name(each.name) for each in test_environment.packages()}
+    known = metadata.packages_distributions()
+    seen = set()
+    for path in notebooks.electives():
+        named = {canonicalize_name(name) for name in notebooks.needed(path)}
+        assert named <= {canonicalize_name(name) for name in electives.pins()}, path
+        for cell in nbformat.read(path, as_version=4).cells:
+            if cell.cell_type == "code":
+                source = TransformerManager().transform_cell(cell.source)
+                for module in {*imported(source)} & known.keys():
+                    package = {canonicalize_name(each) for each in known[module]}
+                    assert package & (shared | named), f"{path} imports {module}"
+                    seen.add(module)
+    assert "ray" in seen
+
+
+def test_whoever_lacks_a_package_reads_what_to_type():
+    electives.needs("torch", "ray")
+    sentence = r"^This lesson needs gone, lost: run `make electives` in the folder of"
+    with pytest.raises(ModuleNotFoundError, match=sentence):
+        electives.needs("torch", "gone", "lost")
+
+
+@pytest.mark.parametrize(
+    ("there", "state", "found"),
+    [
+        ({}, "ok", "not installed; `make electives` installs them"),
+        ({"wandb": "0.1"}, "warn", "wandb is 0.1, not "),
+        ({"optuna": None}, "warn", " missing"),
+    ],
+)
+def test_doctor_knows_the_electives(there, state, found, monkeypatch):
+    pins = electives.pins()
+    versions = {name: version or pins[name] for name, version in there.items()}
+    monkeypatch.setattr(electives, "_version", versions.get)
+    result = doctor.electives()
+    assert result.state == state and found in result.found
+    monkeypatch.setattr(electives, "_version", pins.get)
+    assert doctor.electives() == ("ok", f"all {len(pins)} as pinned", "")
+
+
+def test_pins_are_those_of_the_platform(monkeypatch):
+    assert ("xgboost-cpu" in electives.pins()) == (electives.sys.platform == "linux")
+    monkeypatch.setattr(electives.sys, "platform", "darwin")
+    assert "xgboost" in electives.pins() and "xgboost-cpu" not in electives.pins()
