@@ -19,7 +19,7 @@ from tests import scripts
 from tests.patience import PATIENCE
 from tests.tools.notebooks.execution import RECORDING_ENVIRONMENT, end_left_over
 
-pytest_plugins = ["tests.skips", "tests.tiers", "tests.lanes", "tests.tools.seconds"]
+pytest_plugins = ["tests.tiers", "tests.lanes", "tests.skips", "tests.tools.seconds"]
 
 os.environ.update(RECORDING_ENVIRONMENT)
 importlib.import_module("utils")  # before Ray: it sets what that reads

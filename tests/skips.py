@@ -44,7 +44,6 @@ def lacks_electives() -> bool:
     return bool(missing(*pins()))
 
 
-NO_ELECTIVES = "the electives are not installed: `make electives`"
 # The reason that a test gives, and where it may.
 ALLOWED = {
     "mallopt is glibc's": lambda: platform.libc_ver()[0] != "glibc",
@@ -53,7 +52,7 @@ ALLOWED = {
     "there is no compiler here": installs_nothing,
     "Prometheus is not installed here": installs_nothing,
     "KubeRay's schemas are not here and cannot be downloaded": no_schemas,
-    NO_ELECTIVES: lacks_electives,
+    "not installed: `make electives`": lacks_electives,
     "this user may not mount a disk to fill up": lambda: not may_mount(),
     "this user may not make network namespaces": lambda: not may_mount(),
 }

@@ -1,4 +1,4 @@
-"""The electives: what they need is pinned, named in the lessons, and changes nothing else."""
+"""The electives: what they need is pinned and named, and changes nothing else."""
 
 import re
 from importlib import metadata
@@ -10,13 +10,12 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tests import test_environment
-from tests.skips import NO_ELECTIVES, lacks_electives
+from tests.skips import lacks_electives
 from tests.test_environment import imported, needed
 from tests.tools import notebooks
 from utils import doctor, electives
 
 CONSTRAINTS = electives.REQUIREMENTS.with_name("constraints.txt")
-TAKES_ALL = pytest.mark.skipif(lacks_electives(), reason=NO_ELECTIVES)
 
 
 def names(text: str) -> set[str]:
@@ -38,7 +37,7 @@ def test_what_all_lessons_need_is_pinned_in_one_place():
     assert not re.search(r"://|^-|@", CONSTRAINTS.read_text(), re.MULTILINE)
 
 
-@TAKES_ALL
+@pytest.mark.skipif(lacks_electives(), reason="not installed: `make electives`")
 @pytest.mark.elective
 def test_electives_are_installed_as_pinned():
     assert electives.wrong_versions() == []

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from nbval.plugin import IPyNbCell
 
-from tests.skips import NO_ELECTIVES
 from tests.tools import notebooks
 from utils.electives import missing
 
@@ -41,7 +40,9 @@ def pytest_collection_modifyitems(items):
             item.add_marker("elective")
             item.add_marker("slow")
             if missing(*notebooks.needed(item.path)):
-                item.add_marker(pytest.mark.skip(reason=NO_ELECTIVES))
+                item.add_marker(
+                    pytest.mark.skip(reason="not installed: `make electives`")
+                )
         elif isinstance(item, IPyNbCell) and not is_quick(item.path):
             item.add_marker("slow")
 

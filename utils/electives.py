@@ -5,8 +5,10 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-REQUIREMENTS = Path(__file__).parents[1].joinpath(
-    "02-ddp-pytorch-ray", "electives", "requirements.txt"
+REQUIREMENTS = (
+    Path(__file__)
+    .parents[1]
+    .joinpath("02-ddp-pytorch-ray", "electives", "requirements.txt")
 )
 INSTALL = "run `make electives` in the folder of the workshop, then restart the kernel"
 
