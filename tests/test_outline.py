@@ -50,7 +50,6 @@ def test_rows_of_a_readme_come_from_the_notebooks(lesson, tmp_path, monkeypatch)
     nbformat.write(lesson, path)
     monkeypatch.setattr(outline, "ROOT", tmp_path)
     monkeypatch.setattr(outline, "all_notebooks", lambda: [path])
-    monkeypatch.setattr(outline, "electives", lambda: [])
     top, part = tmp_path / "README.md", path.parent / "README.md"
     top.write_text("| 01/02 | [old](01-part/02_what.ipynb) | 9 |\n| other |\n")
     part.write_text("| [02_what](02_what.ipynb) | old | 9 | 9 | 9 |\n")

@@ -44,6 +44,7 @@ TOOLS = ("awk", "bash", "cp", "id", "make", "mkdir", "rm", "sleep", "touch")
 STUBS = ("python -m", "uv ", "PATH=")  # what is compared of the calls
 FILES = ("Makefile", "requirements.txt", "constraints.txt", "pyproject.toml")
 INSTALL = "python -m pip install -r requirements.txt"
+ELECTIVES = "02-ddp-pytorch-ray/electives"
 
 
 class Clone:
@@ -286,6 +287,39 @@ def test_a_tier_is_chosen_by_marks(clone, arguments, chosen):
     assert status == 0, output
     (call,) = [call for call in calls if call.startswith("python -m pytest")]
     assert call.partition(" -o ")[0] == f"python -m pytest {chosen}"
+
+
+@pytest.fixture
+def with_electives(clone):
+    """A copy that has the electives' pins, too."""
+    folder = clone.folder / ELECTIVES
+    folder.mkdir(parents=True)
+    for name in ("requirements.txt", "constraints.txt"):
+        shutil.copy(ROOT / ELECTIVES / name, folder)
+    return clone
+
+
+@pytest.mark.covers("make electives", "make test-electives")
+def test_electives_are_installed_beside_the_others_and_once(with_electives):
+    install = f"python -m pip install -r {ELECTIVES}/requirements.txt"
+    tests = "--nbval -n 2 -m elective and not weekly --note-run=test-electives"
+    status, output, calls = with_electives.make("electives")
+    assert status == 0, output
+    assert calls.index(INSTALL) < calls.index(install)
+    assert with_electives.make("electives")[::2] == (0, [])
+    status, output, calls = with_electives.make("test-electives")
+    assert status == 0, output
+    assert f"python -m pytest {tests}" in calls and install not in calls
+
+
+def test_electives_that_cannot_be_installed_leave_the_others(with_electives):
+    assert with_electives.make("setup")[0] == 0
+    status, output, _ = with_electives.make("electives", INSTALL_STATUS="1")
+    assert status != 0
+    assert "packages of the electives could not be installed" in output
+    assert with_electives.ready.exists()
+    assert with_electives.make("setup")[::2] == (0, [])  # which the other lessons need
+    assert with_electives.make("electives")[0] == 0
 
 
 @pytest.mark.parametrize("status", [0, 1])

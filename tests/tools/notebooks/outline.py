@@ -137,8 +137,8 @@ def rows_of(readme: Path) -> dict[Path, str]:
 
 def readmes() -> list[Path]:
     """Return the READMEs with a table of lessons."""
-    folders = {path.parent for path in all_notebooks() + electives()}
-    return [folder / "README.md" for folder in (ROOT, *sorted(folders))]
+    parts = sorted(ROOT.glob("0[123]-*/README.md"))
+    return [ROOT / "README.md", *parts, *sorted(ROOT.glob("0*/electives/README.md"))]
 
 
 def write_rows() -> None:
