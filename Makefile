@@ -10,7 +10,7 @@ RUN := PATH="$(CURDIR)/.venv/bin:$$PATH" $(PY)
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lab test test-all test-weekly electives test-electives coverage tour record bench gpu lint doctor clean
+.PHONY: help setup lab test test-all test-weekly electives test-electives keras coverage tour record bench gpu lint doctor clean
 
 help: ## print what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -76,6 +76,14 @@ electives: .venv/.electives ## install what the electives need, too (once; no pi
 test-electives: .venv/.electives ## run the electives, and that no pin has changed
 	@$(RUN) -m pytest --nbval $(LANES) -m "elective and not weekly" --note-run=test-electives
 
+KERAS := $(ELECTIVES)/keras
+keras: .venv-keras/.ready ## train with Keras on two workers, in an environment of its own
+	@.venv-keras/bin/python $(KERAS)/train_keras.py
+
+.venv-keras/.ready: $(KERAS)/requirements.txt
+	@$(PYTHON) -m venv .venv-keras && .venv-keras/bin/python -m pip install -r $< || { echo "The packages for Keras could not be installed (the lines above say why); the other lessons run without."; exit 1; }
+	@touch $@
+
 # The table comes also if a test fails; then the command fails, too.
 coverage: $(READY) ## run what test-all runs, and print which lines of utils and the scripts it ran
 	@rm -rf build/coverage && mkdir -p build/coverage
@@ -102,4 +110,4 @@ doctor: ## say what this machine can run, and how to mend what it cannot
 	@if [ -x $(PY) ]; then $(RUN) -m utils.doctor; else $(PYTHON) -m utils.doctor; fi
 
 clean: ## remove .venv and build, with the checkpoints and downloaded data in build/storage
-	@rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	@rm -rf .venv .venv-keras build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

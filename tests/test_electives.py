@@ -1,6 +1,8 @@
 """The electives: what they need is pinned and named, and changes nothing else."""
 
 import re
+import shutil
+import subprocess
 from importlib import metadata
 
 import nbformat
@@ -10,11 +12,15 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tests import test_environment
+from tests.patience import PATIENCE
+from tests.readme import typed
 from tests.skips import lacks_electives
 from tests.test_environment import imported, needed
 from tests.tools import notebooks
 from utils import doctor, electives
 
+ROOT = notebooks.ROOT
+KERAS = "02-ddp-pytorch-ray/electives/keras/train_keras.py"
 CONSTRAINTS = electives.REQUIREMENTS.with_name("constraints.txt")
 
 
@@ -102,3 +108,26 @@ def test_pins_are_those_of_the_platform(monkeypatch):
     assert ("xgboost-cpu" in electives.pins()) == (electives.sys.platform == "linux")
     monkeypatch.setattr(electives.sys, "platform", "darwin")
     assert "xgboost" in electives.pins() and "xgboost-cpu" not in electives.pins()
+
+
+@pytest.mark.weekly
+@pytest.mark.runs("make keras")
+def test_two_workers_of_keras_equal_one(tmp_path):
+    command = typed("make keras")
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Proved: 2 workers end with the weights of one" in done.stdout
+    # Workers that all take every image end with these weights, too; the count tells.
+    script = (ROOT / KERAS).read_text().replace("Policy.DATA", "Policy.OFF")
+    wrong = tmp_path / "a" / "b" / "c" / "train_keras.py"
+    wrong.parent.mkdir(parents=True)
+    wrong.write_text(script)
+    shutil.copytree(ROOT / "utils" / "data", tmp_path / "utils" / "data")
+    python = ROOT / ".venv-keras" / "bin" / "python"
+    done = subprocess.run(
+        [python, wrong], capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert done.returncode != 0
+    assert 'many["images per epoch"] == TRAINING //' in done.stderr
