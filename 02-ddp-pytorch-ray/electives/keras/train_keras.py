@@ -54,7 +54,7 @@ def build():
 
 
 def train_fn(config: dict) -> dict:
-    """Train on this worker, in step with the others; rank 0 reports a checkpoint per epoch."""
+    """Train on this worker, in step with the others; report a checkpoint per epoch."""
     import tensorflow as tf
 
     tf.keras.backend.set_floatx("float64")  # N workers add in another order than one
@@ -72,7 +72,7 @@ def train_fn(config: dict) -> dict:
 
     class Report(tf.keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs):
-            """Save on all workers, as reading a variable may be a collective; rank 0's counts."""
+            """Save on all workers, as that may be a collective; report what rank 0 saved."""
             metrics = {"epoch": epoch, "loss": float(logs["loss"])}
             with tempfile.TemporaryDirectory() as folder:
                 self.model.save_weights(f"{folder}/model.weights.h5")
