@@ -72,7 +72,7 @@ def train_fn(config: dict) -> dict:
 
     class Report(tf.keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs):
-            """Save on all workers, as that may be a collective; report what rank 0 saved."""
+            """Save on all workers, as it may be a collective; report what rank 0 saved."""
             metrics = {"epoch": epoch, "loss": float(logs["loss"])}
             with tempfile.TemporaryDirectory() as folder:
                 self.model.save_weights(f"{folder}/model.weights.h5")
