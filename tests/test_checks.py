@@ -554,6 +554,30 @@ NAMED = {
         (23, "two workers"),
         (12, "the drivers"),
     ],
+    "steps logged twice": [
+        (22, "the first and the last"),
+        (27, "the next checkpoint"),
+        (150, "logged once"),
+        (173, "does the second begin"),
+    ],
+    "one curve": [
+        (lambda points: [value for _, _, value in points], "[3.0, 2.25, 2.5, 2.0]"),
+        (
+            lambda points: list({step: value for step, _, value in points}.values()),
+            "it returns [2.0, 2.25, 3.0]",
+        ),
+        (
+            lambda points: list({s: v for s, _, v in sorted(points)[::-1]}.values()),
+            "it returns [2.0, 2.25, 3.0]",
+        ),
+        (
+            lambda points: [
+                max(v for s, _, v in points if s == step)
+                for step in sorted({s for s, _, _ in points})
+            ],
+            "and not [3.0, 1.75, 2.0]",
+        ),
+    ],
     "run to the end": [
         (runs_until(ended=("SUCCEEDED",)), "a hundred times"),
         (runs_until(ended=(*ENDS, "RUNNING")), "still runs"),
@@ -713,7 +737,7 @@ def test_no_hint_is_the_answer(monkeypatch):
     answers |= {"workers that fit": "4", "epochs after failure": "3"}
     answers |= {"steps per worker": "15", "steps trained twice": "16"}
     answers |= {"seconds between saves": "379", "seconds to spare": "2"}
-    answers |= {"drivers at once": "22"}
+    answers |= {"drivers at once": "22", "steps logged twice": "23"}
     for name, answer in answers.items():
         exercise = checks.EXERCISES[name]
         for said in (*exercise.hint, *exercise.mistakes.values()):
