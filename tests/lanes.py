@@ -72,7 +72,7 @@ def pytest_collection_modifyitems(items):
     """Mark the cells of notebooks that start Ray."""
     for item in items:
         if isinstance(item.parent, IPyNbFile) and (
-            item.path.parent.name.startswith("02-") or item.path.name in WITH_RAY
+            "02-ddp-pytorch-ray" in item.path.parts or item.path.name in WITH_RAY
         ):
             item.add_marker(pytest.mark.xdist_group(RAY))
 
