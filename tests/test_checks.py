@@ -700,6 +700,18 @@ NAMED = {
         (lambda billions, gpus, layers: 1024, "there computing takes 0.65 times"),
         (lambda billions, gpus, layers: 1571.5, "no multiple of 1024"),
     ],
+    "add a row": [
+        ((3, memory.MIXED, {"all": [2, 2, 2]}, 0), "gathers inside the node"),
+        ((3, memory.FP32, {"all": [2, 4], "node": [2]}, 2 / 8), "it is MIXED"),
+        ((3, memory.MIXED, {"all": [2], "node": [2, 2]}, 2 / 8), "over which ring"),
+        ((3, memory.MIXED, {"all": [2, 2], "node": [2]}, 0), "takes memory"),
+        ((3, memory.MIXED, {"all": [2, 2], "node": [2]}, 2), "keeps 2 bytes"),
+    ],
+    "a wrong choice": [
+        (lambda: (7, 64, 32, 16384, "fsdp2-keep"), "would not say it"),
+        (lambda: (7, 64, 32, 16384, "fsdp2, checkpointing"), "it fits"),
+        (lambda: (7, 64, 32, 16384, "tensor"), "does not know the row 'tensor'"),
+    ],
     "bucket size": [
         (lambda parameters, gpus: 25, "(7e+09, 64), it returns 25: too small"),
         (lambda parameters, gpus: 2**20, "it returns 1048576: too large"),

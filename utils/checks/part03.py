@@ -255,6 +255,51 @@ def _hides_sending(answer) -> bool | str:
     return True
 
 
+def _is_the_row_of_hpz(answer) -> bool | str:
+    """(stage, state, bytes of each trip by its ring, bytes kept) of ZeRO++'s hpZ."""
+    from utils.memory import FP32, MIXED
+
+    stage, state, trips, kept = answer
+    found = {ring: sorted(each) for ring, each in trips.items() if each}
+    if stage != 3 or tuple(state) != MIXED:
+        as_fsdp2 = " With DeepSpeed it is MIXED." if tuple(state) == FP32 else ""
+        return f"The state should be that of zero3.{as_fsdp2}"
+    if found == {"all": [2, 2, 2]}:
+        return "These are zero3's trips: the backward pass gathers inside the node."
+    if found != {"all": [2, 2], "node": [2]}:
+        return "Which three trips does a step make, and over which ring is each?"
+    if not kept:
+        return "The second copy takes memory, too."
+    return abs(kept - 2 / 8) < 1e-9 or f"It keeps {kept:g} bytes of each parameter?"
+
+
+def _is_a_wrong_choice(answer) -> bool | str:
+    """A choice that fits by the lesson's formula, and with the loss of Llama 3 does not."""
+    from utils import memory, timing
+
+    billions, gpus, layers, tokens, choice = answer()
+    name, _, saves = choice.partition(", ")
+    size = 1e9 * billions
+    timing.check_range(size, gpus, tokens)
+    kept = {"fsdp2-keep": 2, "fsdp2-near": 2 / 8}.get(name, 0)
+    stage = {"ddp": 0, "zero1": 1, "zero2": 2}.get(name, 3)
+    if name not in (*timing.TRIPS, "fsdp2-near", "hsdp"):
+        return f"This check does not know the row {name!r}: find a case with another."
+    per = memory.MIXED if name.startswith("zero") else memory.FP32
+    ranks = 8 if name == "hsdp" else gpus
+    held = memory.predict(size, ranks, stage, per).total + kept * size
+    held += 2 * 2 * size / layers if stage == 3 else 0
+    width, saved = (size / (12 * layers)) ** 0.5, bool(saves)
+    held += memory.activation_bytes(tokens, width, layers, checkpointing=saved)
+    loss = 4 * 128_256 * tokens
+    if held > 72e9:
+        return f"There {choice} holds {held / 1e9:.0f} GB: `choose` would not say it."
+    return held + loss > 80e9 or (
+        f"There {choice} holds {held / 1e9:.0f} GB, and {(held + loss) / 1e9:.0f} GB "
+        "with the loss: it fits."
+    )
+
+
 def _makes_few_buckets(answer) -> bool | str:
     """Messages of DDP's two trips take at most a tenth of what its bytes take."""
     from utils import timing
@@ -562,6 +607,20 @@ EXERCISES = {
         (
             'sum(sending("fsdp2", ...).values()) are the seconds to hide.',
             "How many tokens does a GPU compute in a second, at 40% of its peak?",
+        ),
+    ),
+    "add a row": Exercise(
+        _is_the_row_of_hpz,
+        (
+            "It is zero3 but for one trip, and for what stays on the GPU meanwhile.",
+            "Compare the rows of fsdp2 and fsdp2-near.",
+        ),
+    ),
+    "a wrong choice": Exercise(
+        _is_a_wrong_choice,
+        (
+            "The loss grows with the tokens. What keeps the activations small meanwhile?",
+            "Which of the CASES comes nearest to 72 GB? Give it more tokens.",
         ),
     ),
     "bucket size": Exercise(
