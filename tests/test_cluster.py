@@ -357,6 +357,26 @@ print(cluster._connect(1, "local", {}), ports)
     assert done.stdout == "http://127.0.0.1:8266 [8265, 8266]\n", done.stderr
 
 
+def test_logs_can_be_read_where_another_ray_has_the_port_of_the_agent():
+    """Ray goes on without its agent's server then, and says so in a log alone."""
+    program = """
+import contextlib, socket
+from ray._private.ray_constants import DEFAULT_DASHBOARD_AGENT_LISTEN_PORT
+held = socket.socket()
+with contextlib.suppress(OSError):  # another Ray has it
+    held.bind(("127.0.0.1", DEFAULT_DASHBOARD_AGENT_LISTEN_PORT))
+    held.listen()
+from utils.cluster import start_ray
+start_ray(1, address="local")
+import ray
+from ray.util.state import get_log
+node = ray.get_runtime_context().get_node_id()
+print(bool(next(get_log(node_id=node, filename="raylet.out", tail=1))))
+"""
+    done = run(program)
+    assert done.stdout.endswith("True\n"), done.stderr
+
+
 def test_ray_data_starts_no_ray_of_its_own():
     program = """
 import utils.cluster, ray

@@ -56,6 +56,7 @@ USED = [
     ("torch: Gloo connectFullMesh failed", "utils/failures.py"),
     ("ray._private.internal_api.get_memory_info_reply", "utils/ray_memory.py"),
     ("ray._private.internal_api.get_state_from_address", "utils/ray_memory.py"),
+    ("ray._private.parameter.RayParams", "utils/cluster.py"),
     ("ray._private.ray_constants.ENABLE_RAY_CLUSTER", "utils/cluster.py"),
     ("ray._private.ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR", "utils/cluster.py"),
     (

@@ -1,6 +1,7 @@
 """Start Ray on this machine, or join a cluster, with the workshop's settings."""
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -15,7 +16,7 @@ from pathlib import Path
 import cloudpickle
 import psutil
 import ray
-from ray._private import ray_constants
+from ray._private import parameter, ray_constants
 from ray._private.authentication.authentication_token_setup import _enable_token_auth
 from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
 from ray._private.services import get_ray_address_from_environment
@@ -179,6 +180,21 @@ def on_loopback() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _any_agent_port() -> Iterator[None]:
+    """While inside, a Ray that starts here takes any free port for its agent's server.
+
+    Else it wants port 52365, and where another Ray has that, goes on without the server:
+    then no log can be read. `ray.init` has no argument for it.
+    """
+    before = parameter.RayParams
+    parameter.RayParams = functools.partial(before, dashboard_agent_listen_port=0)
+    try:
+        yield
+    finally:
+        parameter.RayParams = before
+
+
+@contextlib.contextmanager
 def api_server(address: str | None) -> Iterator[None]:
     """While inside, what Ray starts asks the API server at host:port (None: as before).
 
@@ -295,7 +311,7 @@ def _start(options: dict, again: bool, port: bool):
     before = psutil.Process().children()
     try:
         # What Ray's processes inherit
-        with api_server(f"127.0.0.1:{options['dashboard_port']}"):
+        with api_server(f"127.0.0.1:{options['dashboard_port']}"), _any_agent_port():
             return ray.init(**options)
     except Exception as error:  # Ray raises no kind of its own
         why = next((why for said, why in GAVE_UP.items() if said in str(error)), "")
