@@ -354,6 +354,21 @@ def room(parameters, gpus, gpu_bytes):
     return gpu_bytes - memory.predict(parameters, gpus, 3, memory.MIXED).total
 
 
+def decays(spared, twice=False):
+    """Parts parameters by name: those that contain one of `spared` do not decay."""
+
+    def groups(model, decay):
+        named = dict(model.named_parameters())
+        free = [n for n in named if any(part in n for part in spared)]
+        rest = list(named) if twice else [n for n in named if n not in free]
+        return [
+            {"params": [named[n] for n in names], "weight_decay": value}
+            for names, value in ((rest, decay), (free, 0.0))
+        ]
+
+    return groups
+
+
 BUGS = {"A": "one left out", "B": "sum", "C": "rounded", "D": "right"}
 
 
@@ -586,6 +601,18 @@ NAMED = {
         (runs_until(tries=5), "with 2 tries"),
     ],
     "all share": [(lambda folder: folder.exists(), "rank 0 elsewhere")],
+    "sharded twice": [
+        (300, "deals it out again"),
+        (600, "4 ranks"),
+        (3, "the batches"),
+    ],
+    "what decays": [
+        (decays(()), "The decay of block.0.bias is 0.25, and should be 0."),
+        (decays(("bias",)), "The decay of block.1.weight is 0.25"),
+        (decays(("bias", "block.1", "token")), "of token is 0.0, and should be 0.25"),
+        (decays(("bias",), twice=True), "block.0.bias is in 2 groups"),
+        (lambda model, decay: [], "is in 0 groups"),
+    ],
     "tokens that fit": [
         (lambda p, g, b, w, n, c: b // memory.activation_bytes(1, w, n), "state takes"),
         (lambda p, g, b, w, n, c: room(p, g, b) // (64 * w * n), "should be 15674"),
@@ -750,6 +777,7 @@ def test_no_hint_is_the_answer(monkeypatch):
     answers |= {"steps per worker": "15", "steps trained twice": "16"}
     answers |= {"seconds between saves": "379", "seconds to spare": "2"}
     answers |= {"drivers at once": "22", "steps logged twice": "23"}
+    answers |= {"sharded twice": "75"}
     for name, answer in answers.items():
         exercise = checks.EXERCISES[name]
         for said in (*exercise.hint, *exercise.mistakes.values()):
