@@ -50,7 +50,7 @@ def test_jobs_may_only_read_and_end_by_themselves():
 @pytest.mark.parametrize(
     ("arguments", "made"),
     [
-        ([], ["lint", "test-all"]),
+        ([], ["lint", "test-all", "test-electives"]),
         (["test-weekly"], ["test-weekly"]),
         (["coverage"], ["coverage"]),
     ],
