@@ -88,7 +88,11 @@ def train_fn(config: dict) -> dict:
     return {
         "weights": model.get_weights(),
         "accuracy": float((logits.argmax(1) == test[1]).mean()),
-        "images per epoch": sum(len(labels) for _, labels in shares),
+        "images per epoch": sum(
+            len(part)
+            for _, labels in shares
+            for part in strategy.experimental_local_results(labels)
+        ),
         "keras": tf.keras.Model.__module__.partition(".")[0],
     }
 
