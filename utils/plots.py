@@ -159,7 +159,8 @@ def stacked_bars(
             drawn = ax.barh(list(rows), widths, left=left, height=0.6, label=part)
             left = [start + width for start, width in zip(left, widths)]
         ax.bar_label(drawn, [f"{total:.3g}" for total in left], padding=3)
-        ax.margins(x=0.12)
+        # set, as a last part of width 0 would hold the axis at its edge
+        ax.set_xlim(0, 1.12 * max(left))
         ax.invert_yaxis()
         ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
         ax.set(title=title, xlabel=xlabel)
