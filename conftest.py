@@ -41,6 +41,13 @@ def pytest_configure(config):
     os.environ["WORKSHOP_STORAGE"] = tempfile.mkdtemp(prefix="workshop-tests-")
 
 
+def pytest_report_header(config):
+    """Where tests write: a disk that is nearly full fails those that spill objects."""
+    disk = shutil.disk_usage(tempfile.gettempdir())
+    free, total = disk.free / 2**30, disk.total / 2**30
+    return f"free on {tempfile.gettempdir()}: {free:.1f} of {total:.1f} GiB"
+
+
 def pytest_unconfigure(config):
     """End what tests left behind, as one that was stopped by its time limit; clean up."""
     end_left_over({"WORKSHOP_STORAGE": os.environ["WORKSHOP_STORAGE"]})

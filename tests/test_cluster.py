@@ -357,6 +357,27 @@ print(cluster._connect(1, "local", {}), ports)
     assert done.stdout == "http://127.0.0.1:8266 [8265, 8266]\n", done.stderr
 
 
+def test_a_cluster_in_this_machine_takes_another_port_if_one_was_taken_meanwhile():
+    """Else its head goes on without dashboard, and the state API and jobs do not answer."""
+    program = """
+import socket, psutil
+from utils import nodes, processes
+taken = socket.socket()
+taken.bind(("127.0.0.1", processes.free_port(8265)))
+taken.listen()
+free = iter([taken.getsockname()[1], processes.free_port(8265)])
+nodes.free_port = lambda wanted: next(free)
+there = nodes.start(1)
+from utils.cluster import start_ray
+start_ray(1, address=there.address, runtime_env={})
+from ray.util.state import list_nodes
+names = [child.name() for child in psutil.Process().children(recursive=True)]
+print(next(free, "both tried"), names.count("gcs_server"), len(list_nodes()))
+"""
+    done = run(program, RAY_ADDRESS="local")
+    assert done.stdout.splitlines()[-1:] == ["both tried 1 2"], done.stderr
+
+
 def test_logs_can_be_read_where_another_ray_has_the_port_of_the_agent():
     """Ray goes on without its agent's server then, and says so in a log alone."""
     program = """

@@ -4,9 +4,11 @@ import inspect
 import os
 import platform
 import resource
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -65,6 +67,37 @@ def test_a_port_that_is_free_is_not_given_to_a_connection_before_it_is_used():
     settings = Path("/proc/sys/net/ipv4/ip_local_port_range")
     if settings.exists():
         assert max(found) < int(settings.read_text().split()[0])
+
+
+def test_ray_may_write_objects_to_a_disk_that_is_large_and_nearly_full():
+    """Until 2 GiB are free; on a small disk until Ray's own 95% are used."""
+    assert processes.spill_until(1 << 40) == 1 - 2 / 1024
+    assert processes.spill_until(10 << 30) == 0.95
+    total = shutil.disk_usage(tempfile.gettempdir()).total
+    share = processes.spill_until(total)
+    assert float(os.environ[processes.DISK_SHARE]) == pytest.approx(share, abs=1e-4)
+
+
+@pytest.mark.xdist_group("ray")
+def test_what_ray_reads_of_the_disk_is_this_variable():
+    """With hardly any share of the disk, what does not fit the object store is refused."""
+    program = """
+from utils.cluster import start_ray
+import numpy, ray
+start_ray(1, address="local", object_store_memory=80 << 20)
+try:
+    kept = [ray.put(numpy.ones(10 << 20, numpy.uint8)) for _ in range(12)]
+except ray.exceptions.OutOfDiskError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {processes.DISK_SHARE: "0.0001"},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert "Local disk is full" in done.stdout, done.stderr
 
 
 # Of thousands, where glibc gives a freed block of 40 MiB back: it does so by itself.

@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import cloudpickle
 import psutil
@@ -27,6 +28,7 @@ from utils import preflight, settings
 from utils.errors import BadInput
 from utils.processes import free_port
 
+Started = TypeVar("Started")
 # Logical CPUs kept free of training workers, so that Ray Data's tasks have where to run.
 SPARE_CPUS = 2
 # Whether Ray uses this machine's address in the network, or 127.0.0.1; by its name, for
@@ -42,6 +44,7 @@ TOO_SLOW = (
 PORT_TAKEN = "another program took the port of its dashboard. Start this once more."
 GAVE_UP = {
     "The current node timed out during startup": TOO_SLOW,
+    "Timed out waiting for nodes to join": TOO_SLOW,
     "Failed to find a valid port for dashboard": PORT_TAKEN,
     "already occupied": PORT_TAKEN,
 }
@@ -251,8 +254,7 @@ def _connect(num_cpus: int, address: str | None, options: dict) -> str:
         defaults["num_cpus"] = max(os.cpu_count() or 1, num_cpus)
         defaults["dashboard_host"] = "127.0.0.1"  # it runs code for whoever opens it
         defaults["include_dashboard"] = True
-        defaults["dashboard_port"] = free_port(8265)  # Ray's own, or the next
-    asked, options = options, defaults | options
+    options = defaults | options
     options["runtime_env"] = _python() | options["runtime_env"]
     # A process per fit that waits for the notice that a cloud takes a node away. Nobody
     # takes this machine away; measured without it: 2.0 s less per fit on 2 cores.
@@ -270,7 +272,7 @@ def _connect(num_cpus: int, address: str | None, options: dict) -> str:
         where = on_loopback() if _is_on_loopback(address) else contextlib.nullcontext()
         with where:
             if address == "local":
-                context = _start(options, again=True, port="dashboard_port" in asked)
+                context = twice(lambda: _start(options))
             else:  # its processes say themselves where its API server is
                 context = ray.init(**options)
     except AuthenticationError as error:
@@ -292,38 +294,41 @@ def _connect(num_cpus: int, address: str | None, options: dict) -> str:
     return f"http://{context.dashboard_url}" if context.dashboard_url else "off"
 
 
-def _start(options: dict, again: bool, port: bool):
-    """Start Ray on this machine: what `ray.init` returns.
+def twice(start: Callable[[], Started]) -> Started:
+    """Call `start`, which starts Ray on this machine; once more if Ray gave up.
 
     A raylet waits 15 s for its agent, and no setting makes that more: where the machine is
     slow or busy, Ray gives up. Source: https://github.com/ray-project/ray/issues/65983
     And where two start at once, as on a machine that people share, one of them may find
     the port of its dashboard taken, which was free a moment ago.
 
-    Args:
-        options: of `ray.init`.
-        again: whether to try once more then.
-        port: whether the caller has chosen the dashboard's port.
-
     Raises:
-        BadInput: Ray gave up.
+        BadInput: Ray gave up twice.
     """
-    before = psutil.Process().children()
+    for again in (True, False):
+        before = psutil.Process().children()
+        try:
+            with _any_agent_port():
+                return start()
+        except Exception as error:  # Ray raises no kind of its own
+            why = next((why for said, why in GAVE_UP.items() if said in str(error)), "")
+            if not why:
+                raise
+            _end(set(psutil.Process().children()) - set(before))  # Ray leaves them
+            if not again:
+                raise BadInput(f"Ray did not start: twice {why}") from error
+    raise AssertionError("it was started, or has raised")
+
+
+def _start(options: dict):
+    """Start Ray on this machine: what `ray.init` returns."""
+    port = options.get("dashboard_port") or free_port(8265)  # Ray's own, or the next
     try:
-        # What Ray's processes inherit
-        with api_server(f"127.0.0.1:{options['dashboard_port']}"), _any_agent_port():
-            return ray.init(**options)
-    except Exception as error:  # Ray raises no kind of its own
-        why = next((why for said, why in GAVE_UP.items() if said in str(error)), "")
-        if not why:
-            raise
-        ray.shutdown()
-        _end(set(psutil.Process().children()) - set(before))  # Ray leaves them
-        if not again:
-            raise BadInput(f"Ray did not start: twice {why}") from error
-    if not port:
-        options = options | {"dashboard_port": free_port(8265)}
-    return _start(options, again=False, port=port)
+        with api_server(f"127.0.0.1:{port}"):  # what Ray's processes inherit
+            return ray.init(**options | {"dashboard_port": port})
+    except Exception:
+        ray.shutdown()  # else it would be half connected
+        raise
 
 
 def _end(processes: Iterable[psutil.Process]) -> None:

@@ -17,9 +17,10 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
-from utils.cluster import ON_NETWORK, api_server, on_loopback
+from utils.cluster import ON_NETWORK, api_server, on_loopback, twice
 
 import ray
 from ray import cluster_utils
@@ -69,10 +70,15 @@ def start(count: int, workers: int = 1, head_cpus: int = 2) -> Cluster:
     The head's CPUs are for whatever asks for no `trainer`. A node counts as lost after
     five missed health checks. They come every half second here, not every three.
     """
-    quick, port = {"health_check_period_ms": 500}, free_port(8265)
-    head = {"num_cpus": head_cpus, "_system_config": quick, "dashboard_port": port}
-    # Where another Ray has this one, no job could be submitted here.
-    head["dashboard_agent_listen_port"] = free_port(52365)
+    return twice(lambda: _start(count, workers, head_cpus))
+
+
+def _start(count: int, workers: int, head_cpus: int) -> Cluster:
+    port = free_port(8265)
+    head: dict[str, Any] = {"num_cpus": head_cpus, "dashboard_port": port}
+    head["_system_config"] = {"health_check_period_ms": 500}
+    # Else a head whose dashboard did not start would go on without it: no state, no jobs.
+    head["include_dashboard"] = True
     with api_server(f"127.0.0.1:{port}"):
         cluster = Cluster(initialize_head=True, head_node_args=head)
         for _ in range(count):

@@ -8,8 +8,10 @@ import ctypes
 import logging
 import os
 import secrets
+import shutil
 import socket
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 
@@ -45,6 +47,8 @@ RAY_AT_IMPORT = {
     ),
 }
 
+# Ray's own setting, which its raylets read. See `spill_until`.
+DISK_SHARE = "RAY_local_fs_capacity_threshold"
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
@@ -74,7 +78,18 @@ def prepare() -> bool:
     too_late = "ray" in sys.modules and not RAY_AT_IMPORT.keys() <= os.environ.keys()
     for name, value in RAY_AT_IMPORT.items():
         os.environ.setdefault(name, value)
+    total = shutil.disk_usage(tempfile.gettempdir()).total
+    os.environ.setdefault(DISK_SHARE, f"{spill_until(total):.4f}")
     return too_late
+
+
+def spill_until(total: int) -> float:
+    """The used share of a disk of `total` bytes up to which Ray may write objects to it.
+
+    Ray stops at 95%: on a disk of 1 TB with 50 GB free, `ray.put` raises "Local disk is
+    full". Here it stops where less than 2 GiB are free, if that is later.
+    """
+    return max(0.95, 1 - (2 << 30) / total)
 
 
 def keep_freed_memory() -> None:
