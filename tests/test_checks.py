@@ -752,6 +752,19 @@ NAMED = {
         ),
         (lambda parameters, layers, width, length: 8 * parameters, "0.765 times"),
     ],
+    "epochs that save": [
+        (
+            lambda n, every, end: [*range(every, n + 1, every)],
+            "(7, 3, True), it returns [3, 6]",
+        ),
+        (
+            lambda n, every, end: [
+                e for e in range(1, n + 1) if e % every == 0 or e == n
+            ],
+            "(7, 3, False), it returns [3, 6, 7]",
+        ),
+    ],
+    "images of all ranks": [(1000, "shared the images"), (250, "a fair share")],
 }
 
 
@@ -777,7 +790,7 @@ def test_no_hint_is_the_answer(monkeypatch):
     answers |= {"steps per worker": "15", "steps trained twice": "16"}
     answers |= {"seconds between saves": "379", "seconds to spare": "2"}
     answers |= {"drivers at once": "22", "steps logged twice": "23"}
-    answers |= {"sharded twice": "75"}
+    answers |= {"sharded twice": "75", "images of all ranks": "4000"}
     for name, answer in answers.items():
         exercise = checks.EXERCISES[name]
         for said in (*exercise.hint, *exercise.mistakes.values()):

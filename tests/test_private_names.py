@@ -83,6 +83,7 @@ USED = [
     (f"{CONSTANTS}.DEFAULT_WORKER_GROUP_START_TIMEOUT_S", f"{P02}/05_*.ipynb"),
     (f"{CONSTANTS}.DEFAULT_WORKER_HEALTH_CHECK_TIMEOUT_S", f"{P02}/04_*.ipynb"),
     (f"{CONSTANTS}.ENABLE_PREEMPTION_WATCHER_ENV_VAR", "tests/test_cluster.py"),
+    ("ray.util.debug.reset_log_once", "utils/recipes.py"),
     ("ray.util.get_node_ip_address", "utils/cluster.py"),
     ("ray: head_node", "utils/nodes.py"),  # of a Cluster, and its dashboard's address
     ("ray: webui_url", "utils/nodes.py"),
@@ -110,6 +111,7 @@ USED = [
     ("ray: metrics_report_interval_ms", f"{P02}/cluster/monitoring/produce.py"),
     ("ray: checkpoint_manager_snapshot.json", "tests/test_scripts.py"),
     ("ray: InvalidAuthToken", "utils/cluster.py"),
+    ("ray: is meant to only be", "utils/recipes.py"),  # a warning of what does nothing
     ("ray: Ray runtime started", "tests/test_nodes.py"),  # by `ray start`
     ("ray: RayTrainWorker", "tests/scripts.py"),  # titles of Ray Train's processes
     ("ray: TrainController", "tests/test_faults.py"),
