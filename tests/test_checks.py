@@ -140,6 +140,19 @@ class MakesItTwice(MakesItAgain):
         make_table()
 
 
+def halving(begins_anew=False, at_least=1):
+    """Counts the epochs of a search; each argument is a place for a mistake."""
+
+    def epochs(trials, max_epochs, rungs, factor):
+        total, done = 0, 0
+        for rung in (*rungs, max_epochs):
+            total += trials * (rung - (0 if begins_anew else done))
+            trials, done = max(at_least, trials // factor), rung
+        return total
+
+    return epochs
+
+
 ENDS = ("SUCCEEDED", "FAILED", "STOPPED")
 
 
@@ -613,6 +626,15 @@ NAMED = {
         (decays(("bias",), twice=True), "block.0.bias is in 2 groups"),
         (lambda model, decay: [], "is in 0 groups"),
     ],
+    "epochs best first": [
+        (256, "without ASHA"),
+        (40, "waits for all"),
+        (32, "fifteen others"),
+    ],
+    "epochs if all wait": [
+        (halving(begins_anew=True), "(12, 9, (1, 3), 3), it returns 33 and not 26"),
+        (halving(at_least=0), "(2, 9, (1,), 3), it returns 2 and not 10"),
+    ],
     "tokens that fit": [
         (lambda p, g, b, w, n, c: b // memory.activation_bytes(1, w, n), "state takes"),
         (lambda p, g, b, w, n, c: room(p, g, b) // (64 * w * n), "should be 15674"),
@@ -791,6 +813,7 @@ def test_no_hint_is_the_answer(monkeypatch):
     answers |= {"seconds between saves": "379", "seconds to spare": "2"}
     answers |= {"drivers at once": "22", "steps logged twice": "23"}
     answers |= {"sharded twice": "75", "images of all ranks": "4000"}
+    answers |= {"epochs best first": "31"}
     for name, answer in answers.items():
         exercise = checks.EXERCISES[name]
         for said in (*exercise.hint, *exercise.mistakes.values()):

@@ -94,6 +94,7 @@ USED = [
     ("ray: get_reserved_resources", "utils/nodes.py"),
     ("ray: recompute", "utils/nodes.py"),
     ("ray: RAY_CLIENT_RECONNECT_GRACE_PERIOD", f"{P02}/07_*.ipynb"),
+    ("ray: RAY_AIR_NEW_OUTPUT", f"{P02}/electives/02_*.ipynb"),
     ("ray: RAY_DATA_USE_DATASOURCE_V2", "utils/processes.py"),
     ("ray: RAY_ENABLE_AUTO_CONNECT", "utils/processes.py"),
     ("ray: RAY_ENABLE_UV_RUN_RUNTIME_ENV", "utils/processes.py"),
@@ -110,6 +111,7 @@ USED = [
     ("ray: gcs_rpc_server_connect_timeout_s", "utils/cluster.py"),
     ("ray: metrics_report_interval_ms", f"{P02}/cluster/monitoring/produce.py"),
     ("ray: checkpoint_manager_snapshot.json", "tests/test_scripts.py"),
+    ("ray: experiment_state", f"{P02}/electives/02_*.ipynb"),  # a file of Tune's
     ("ray: InvalidAuthToken", "utils/cluster.py"),
     ("ray: is meant to only be", "utils/recipes.py"),  # a warning of what does nothing
     ("ray: Ray runtime started", "tests/test_nodes.py"),  # by `ray start`

@@ -7,12 +7,21 @@ are in each part's solutions.ipynb.
 from collections import Counter
 from typing import Any
 
-from utils.checks import frameworks, part01, part02, part03, recipes, tracking
+from utils.checks import (
+    frameworks,
+    halving,
+    part01,
+    part02,
+    part03,
+    recipes,
+    tracking,
+)
 from utils.checks.exercise import Exercise
 from utils.errors import BadInput
 
 EXERCISES: dict[str, Exercise] = part01.EXERCISES | part02.EXERCISES | part03.EXERCISES
-EXERCISES |= recipes.EXERCISES | tracking.EXERCISES | frameworks.EXERCISES
+EXERCISES |= recipes.EXERCISES | halving.EXERCISES | tracking.EXERCISES
+EXERCISES |= frameworks.EXERCISES
 _wrong_answers: Counter[str] = Counter()  # by exercise, in this process
 
 
