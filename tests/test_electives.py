@@ -64,11 +64,13 @@ def test_electives_are_installed_as_pinned():
 def test_a_lesson_names_what_it_imports():
     """In its first cell of code, where whoever lacks it reads what to type."""
     shared = {canonicalize_name(each.name) for each in test_environment.packages()}
+    pinned = names(electives.REQUIREMENTS.read_text())  # on any platform
     known = metadata.packages_distributions()
     seen = set()
     for path in notebooks.electives():
         named = {canonicalize_name(name) for name in notebooks.needed(path)}
-        assert named <= {canonicalize_name(name) for name in electives.pins()}, path
+        assert named <= pinned, path
+        named |= {electives.OTHER_NAMES.get(name, name) for name in named}
         for cell in nbformat.read(path, as_version=4).cells:
             if cell.cell_type == "code":
                 source = TransformerManager().transform_cell(cell.source)
@@ -84,6 +86,15 @@ def test_whoever_lacks_a_package_reads_what_to_type():
     sentence = r"^This lesson needs gone, lost: run `make electives` in the folder of"
     with pytest.raises(ModuleNotFoundError, match=sentence):
         electives.needs("torch", "gone", "lost")
+
+
+@pytest.mark.parametrize("there", ["xgboost", "xgboost-cpu"])
+def test_a_package_that_goes_by_two_names_is_there_under_either(there, monkeypatch):
+    monkeypatch.setattr(electives, "_version", {there: "3.2.0"}.get)
+    electives.needs("xgboost")
+    assert electives.missing("xgboost", "gone") == ["gone"]
+    monkeypatch.setattr(electives, "_version", {}.get)
+    assert electives.missing("xgboost") == ["xgboost"]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ REQUIREMENTS = (
     .parents[1]
     .joinpath("02-ddp-pytorch-ray", "electives", "requirements.txt")
 )
+# The same module under another name: on Linux what is pinned lacks what GPUs need.
+OTHER_NAMES = {"xgboost": "xgboost-cpu"}
 INSTALL = "run `make electives` in the folder of the workshop, then restart the kernel"
 
 
@@ -24,8 +26,12 @@ def needs(*packages: str) -> None:
 
 
 def missing(*packages: str) -> list[str]:
-    """Return which of these packages are not installed, by the names that pip knows."""
-    return [name for name in packages if _version(name) is None]
+    """Return which of these packages are not installed, by the names that pip knows.
+
+    `xgboost` is there also where it is installed as `xgboost-cpu`.
+    """
+    names = {name: (name, OTHER_NAMES.get(name, name)) for name in packages}
+    return [name for name, known in names.items() if not any(map(_version, known))]
 
 
 def wrong_versions() -> list[str]:
