@@ -399,6 +399,9 @@ def twice_backward(model, x, y):
         F.cross_entropy(wrapped(x), y).backward()
 
 
+ALL_ROWS = {"tree_learner": "data_parallel"}
+
+
 # Typical wrong answers, and what `check` has to say of each.
 NAMED = {
     "split a batch": [
@@ -787,6 +790,18 @@ NAMED = {
         ),
     ],
     "images of all ranks": [(1000, "shared the images"), (250, "a fair share")],
+    "bins for equal trees": [
+        (6_000, "more than enough"),
+        (12_500, "Rows do not count"),
+        (94, "over all workers"),
+        (2_048, "What is asked are bins"),
+    ],
+    "one model of all workers": [
+        (lambda params, network: params | network, "still grows its own trees"),
+        (lambda params, network: ALL_ROWS | network, "parameters that came are lost"),
+        (lambda params, network: params | ALL_ROWS, "do not find each other"),
+        (lambda params, network: params | ALL_ROWS | network, "would train alone"),
+    ],
 }
 
 
@@ -814,6 +829,8 @@ def test_no_hint_is_the_answer(monkeypatch):
     answers |= {"drivers at once": "22", "steps logged twice": "23"}
     answers |= {"sharded twice": "75", "images of all ranks": "4000"}
     answers |= {"epochs best first": "31"}
+    answers |= {"sharded twice": "75"}
+    answers |= {"bins for equal trees": "750"}
     for name, answer in answers.items():
         exercise = checks.EXERCISES[name]
         for said in (*exercise.hint, *exercise.mistakes.values()):

@@ -15,13 +15,14 @@ from utils.checks import (
     part03,
     recipes,
     tracking,
+    trees,
 )
 from utils.checks.exercise import Exercise
 from utils.errors import BadInput
 
 EXERCISES: dict[str, Exercise] = part01.EXERCISES | part02.EXERCISES | part03.EXERCISES
 EXERCISES |= recipes.EXERCISES | halving.EXERCISES | tracking.EXERCISES
-EXERCISES |= frameworks.EXERCISES
+EXERCISES |= frameworks.EXERCISES | trees.EXERCISES
 _wrong_answers: Counter[str] = Counter()  # by exercise, in this process
 
 
