@@ -30,7 +30,7 @@ class Program:
     """What a training does; the defaults are right."""
 
     family: str = "classifier"  # or "language model"
-    items: int = 24
+    items: int = 12
     norm: str = "group"  # "batch", "batch, frozen", "batch, without statistics"
     dropout: float = 0.0
     noise_seed: str = "per rank"  # "same"
@@ -103,6 +103,7 @@ class Classifier(nn.Module):
         )
         self.drop = nn.Dropout(program.dropout)
         self.head = nn.Linear(36, CLASSES)
+        self.extra: nn.Module | None = None
         if program.parts == "unused":
             self.spare = nn.Linear(3, 3)
         if program.counter:
@@ -115,9 +116,12 @@ class Classifier(nn.Module):
         if self.program.counter:
             _track(self, features.detach())
         logits = self.head(self.drop(features))
+        if self.extra:
+            logits = logits + self.extra(features)
         if self.program.loss == "contrastive":
             alike = F.normalize(features, dim=1) @ F.normalize(features, dim=1).T
-            return F.cross_entropy(alike * 5, torch.arange(len(images)))
+            contrast = F.cross_entropy(alike * 5, torch.arange(len(images)))
+            return contrast + F.cross_entropy(logits, labels)
         return F.cross_entropy(logits, labels)
 
 
@@ -135,6 +139,7 @@ class LanguageModel(nn.Module):
         self.norm = _norm(program.norm, LENGTH) if "batch" in program.norm else None
         self.head = nn.Linear(8, WORDS, bias=False)
         self.head.weight = self.embedding.weight
+        self.extra: nn.Module | None = None
         if program.parts == "unused":
             self.spare = nn.Linear(3, 3)
         if program.counter:
@@ -151,6 +156,8 @@ class LanguageModel(nn.Module):
         if self.program.counter:
             _track(self, hidden.detach().mean(1))
         logits = self.head(hidden)
+        if self.extra:
+            logits = logits + self.extra(hidden)
         if self.program.loss == "contrastive":
             pooled = F.normalize(hidden.mean(1), dim=1)
             return F.cross_entropy(pooled @ pooled.T * 5, torch.arange(len(text)))
@@ -203,7 +210,7 @@ def wrap(program: Program, model: nn.Module) -> nn.Module:
     if program.averaging == "FSDP2":
         fully_shard(model)
     if program.averaging == "DDP":
-        model = DDP(model, broadcast_buffers=not program.counter, bucket_cap_mb=0.001)
+        model = DDP(model, forward_sync_buffers=not program.counter, bucket_cap_mb=0.001)
     if program.parts == "trained late":
         (
             model.module if program.averaging == "DDP" else model
@@ -212,7 +219,7 @@ def wrap(program: Program, model: nn.Module) -> nn.Module:
         torch.manual_seed(3)
         inner = model.module if program.averaging == "DDP" else model
         made = nn.Linear(inner.head.in_features, inner.head.out_features, bias=False)
-        inner.head = made.to(next(model.parameters()).dtype)
+        inner.extra = made.to(next(model.parameters()).dtype)
     if program.averaging == "fake shards":
         _average_whole(model)
     if program.noise_seed == "per rank":

@@ -1,16 +1,21 @@
 """utils.parity names the mistake, and says nothing of what is right."""
 
+import ast
+import os
+import shutil
 import subprocess
 import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.patience import PATIENCE
 from tests.programs import Program, training
-from utils import parity
+from utils import launch, parity
 
+assert launch  # its server of processes has torch in memory already
 BOTH = ("classifier", "language model")
 # What is right, in both families unless its options name one.
 RIGHT = {
@@ -23,8 +28,7 @@ RIGHT = {
     "noise in the step": {"augment": "in the step"},
     "two optimizers": {"optimizer": "two"},
     "frozen backbone": {"parts": "frozen backbone"},
-    "uneven last batch dropped": {"items": 26},
-    "uneven last batch kept, by one rank each": {"items": 30, "drop_last": False},
+    "uneven last batch dropped": {"items": 14},
     "accumulation": {"accumulate": "right"},
     "accumulation with no_sync": {"accumulate": "no_sync"},
     "schedule per step": {"schedule": "per step", "optimizer": "SGD"},
@@ -48,7 +52,7 @@ MISTAKES = {
     "divided twice": ["divided twice", {"loss": "over N"}],
     "every rank all": ["items", {"order": "every rank all"}],
     "own seeds": ["items", {"order": "own seeds"}],
-    "padded": ["items", {"items": 25, "drop_last": False}],
+    "padded": ["items", {"items": 13, "drop_last": False}],
     "no set_epoch": ["same order", {"set_epoch": False}],
     "batch per rank": ["global batch", {"batch": "per rank"}],
     "blocks": ["other order", {"order": "blocks"}],
@@ -64,7 +68,7 @@ MISTAKES = {
     "same by random": ["same noise", {"augment": "python", "noise_seed": "same"}],
     "unseeded": ["unseeded noise", {"augment": "python", "noise_seed": "by chance"}],
     "uneven": ["unequal batches", {"order": "uneven"}],
-    "unequal steps": ["unequal batches", {"order": "unequal steps", "items": 25}],
+    "unequal steps": ["unequal batches", {"order": "unequal steps", "items": 13}],
     "own tokens": [
         "unequal batches",
         {"family": "language model", "loss": "of own tokens"},
@@ -99,7 +103,7 @@ PAIRS = {
         "summed", "batch statistics", {"averaging": "sum", "norm": "batch"},
     ],
     "summed, padded": [
-        "summed", "items", {"averaging": "sum", "items": 25, "drop_last": False},
+        "summed", "items", {"averaging": "sum", "items": 13, "drop_last": False},
     ],
     "no averaging, schedule": [
         "not averaged", "schedule", {"averaging": "none", "schedule": "per rank"},
@@ -129,3 +133,233 @@ PAIRS = {
         "items", "not averaged", {"order": "own seeds", "averaging": "none"},
     ],
 }  # fmt: skip
+QUICK = {
+    "classifier": [
+        "GroupNorm or tied weights", "dropout seeded per rank",
+        "augmentation seeded per rank", "two optimizers", "clipped by the norm of all",
+        "summed", "no averaging", "padded", "no set_epoch", "BatchNorm", "same dropout",
+        "all but one", "schedule per rank", "summed, no set_epoch",
+    ],
+    "language model": ["GroupNorm or tied weights", "made late", "fake shards", "zeroed"],
+}  # fmt: skip
+
+
+def expected(family: str) -> dict[str, tuple[Program, set[str]]]:
+    """By name, each program of a family and what is to be found."""
+    table = {name: [options] for name, options in RIGHT.items()} | MISTAKES | PAIRS
+    return {
+        name: (Program(**{"family": family} | options), set(names))
+        for name, (*names, options) in table.items()
+        if options.get("family", family) == family
+    }
+
+
+@cache
+def reports(family: str, quick: bool) -> dict[str, parity.Report]:
+    """All programs in three starts of processes."""
+    chosen = QUICK[family] if quick else [*set(expected(family)) - set(QUICK[family])]
+    programs = {name: training(expected(family)[name][0]) for name in sorted(chosen)}
+    return parity.check_all(programs, world_sizes=(2,) if quick else (2, 3))
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        pytest.param(
+            family, name, marks=[] if name in QUICK[family] else [pytest.mark.slow]
+        )
+        for family in BOTH
+        for name in expected(family)
+    ],
+)
+def test_each_mistake_is_named_and_nothing_else(family, name):
+    report = reports(family, name in QUICK[family])[name]
+    names = expected(family)[name][1]
+    assert set(report.names) == names, str(report)
+    assert all(finding.evidence for finding in report.findings)
+    # noise, and an order that no epoch changes, are wrong although N workers equal one
+    if names and names <= {
+        "same noise",
+        "unseeded noise",
+        "same order",
+        "shards nothing",
+    }:
+        assert not report.ok
+    else:
+        assert set(report.equal.values()) == {not names}, str(report)
+
+
+FILE = """
+import os
+import time
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+
+def build_model():
+    torch.manual_seed(0)
+    return torch.nn.Linear(3, 1)
+
+
+def build_optimizer(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def make_loader(rank, world_size, epoch):
+    data = torch.randn(12, 3, generator=torch.Generator().manual_seed(1))
+    data = TensorDataset(data, data.sum(1, keepdim=True))
+    sampler = DistributedSampler(data, world_size, rank)
+    sampler.set_epoch(epoch)
+    return DataLoader(data, 6 // world_size, sampler=sampler)
+
+
+def train_step(model, optimizer, batch):
+    loss = ((model(batch[0]) - batch[1]) ** 2).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
+"""
+
+
+@pytest.fixture
+def judge(tmp_path, capsys):
+    """Judge FILE with a line changed: the status, what is printed, and said of errors."""
+
+    def judge(old: str = "", new: str = "", *options: str) -> tuple[int, str, str]:
+        assert old in FILE
+        path = tmp_path / "my_training.py"
+        path.write_text(FILE.replace(old, new) if old else FILE)
+        status = parity.main([str(path), "--world-sizes", "2", *options])
+        return status, *capsys.readouterr()
+
+    return judge
+
+
+def test_a_file_that_is_right_has_status_0(judge):
+    status, out, err = judge()
+    assert (status, err) == (0, "")
+    assert "2 workers train like one process: in 4 steps of 2 epochs" in out
+    assert "Looks like" not in out
+
+
+def test_a_file_with_a_mistake_has_status_1(judge):
+    status, out, _ = judge("    sampler.set_epoch(epoch)\n", "")
+    assert status == 1
+    assert "2 workers train like one process" in out  # as it makes the same mistake
+    assert "Looks like: items come in the same order in every epoch" in out
+    assert "Evidence: rank 0 of 2 sees items" in out
+
+
+BAD = {
+    "def build_model(": ("def build_net(", "defines no build_model: add `def build"),
+    "train_step(model, optimizer, batch)": (
+        "train_step(model, batch)",
+        "takes other arguments: make it `def train_step(model, optimizer, batch)`.",
+    ),
+    "torch.nn.Linear(3, 1)": ("3", "returned a int: let it return a module."),
+    "import os": ("import no_such_thing", "cannot be imported: ModuleNotFoundError"),
+    "    return DataLoader": ("    DataLoader", "make_loader(...) returned a NoneType"),
+    "    loss.backward": (
+        "    loss.backwards",
+        "rank 0 of 1 raised at step 0 of epoch 0",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("old", BAD)
+def test_what_cannot_be_judged_has_status_2_and_a_sentence(judge, old):
+    new, sentence = BAD[old]
+    status, out, err = judge(old, new)
+    assert (status, out) == (2, "")
+    assert sentence in err
+    assert err.count("\n") == 1
+
+
+def test_a_missing_file_has_status_2_and_a_sentence(capsys):
+    assert parity.main(["no/such/file.py"]) == 2
+    said = (
+        "parity: There is no file no/such/file.py: name the file with your training.\n"
+    )
+    assert capsys.readouterr().err == said
+
+
+FAILS = {
+    "dies": (
+        "os._exit(3)",
+        "Evidence: rank 1 of 2 died with exit code 3 at step 0 of epoch 1 (float64)",
+    ),
+    "raises": ("raise ValueError('no')", "rank 1 of 2 raised at step 0 of epoch 1"),
+    "hangs": ("time.sleep(3600)", "rank 1 of 2 is at step 0 of epoch 1 (float64)"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", FAILS)
+def test_a_rank_that_fails_ends_all_and_is_reported(judge, how):
+    does, sentence = FAILS[how]
+    stop = "    if epoch == 1 and rank == 1:\n        WHEN = True\n    data = torch.r"
+    stop = stop.replace("WHEN = True", "make_loader.late = True")
+    path_of_step = f"    if hasattr(make_loader, 'late'):\n        {does}\n    loss = "
+    old = FILE[FILE.index("    data = torch.r") : FILE.index("    loss = ((") + 11]
+    new = old.replace("    data = torch.r", stop).replace("    loss = ", path_of_step)
+    status, out, _ = judge(old, new, "--timeout", "30" if how == "hangs" else "300")
+    assert status == 1
+    assert sentence in out
+
+
+@pytest.mark.slow
+def test_an_unused_parameter_is_named_from_what_ddp_says():
+    report = parity.check(training(Program(parts="unused")), world_sizes=(2,))
+    assert report.names == ["parameter not averaged"]
+    assert "that gets none: it is unused" in str(report)
+
+
+def test_it_imports_torch_and_nothing_else_that_is_installed():
+    tree = ast.parse(Path(parity.__file__).read_text())
+    names = {
+        name.name if isinstance(node, ast.Import) else node.module
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for name in node.names
+    }
+    modules = {name.partition(".")[0] for name in names}
+    # cloudpickle is taken if it is there
+    assert modules - sys.stdlib_module_names == {"torch", "cloudpickle"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [["-m", "utils.parity"], ["parity.py"]], ids=str)
+def test_it_runs_as_a_module_and_as_a_copy(tmp_path, command):
+    shutil.copy(parity.__file__, tmp_path / "parity.py")
+    (tmp_path / "my_training.py").write_text(FILE)
+    env = dict(os.environ)
+    if "-m" not in command:  # a folder without this repository
+        env.pop("PYTHONPATH", None)
+    else:
+        env["PYTHONPATH"] = str(Path(parity.__file__).parents[1])
+    run = subprocess.run(
+        [sys.executable, *command, "my_training.py", "--world-sizes", "3"],
+        cwd=tmp_path, env=env, capture_output=True, text=True, timeout=PATIENCE,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert "3 workers train like one process" in run.stdout
+
+
+def test_a_sketch_keeps_lengths_and_adds_up():
+    """Mistakes of one number in a million, and of all, are seen at their size."""
+    torch.manual_seed(0)
+    a, b = torch.randn(2, 100_000, dtype=torch.float64)
+    sketch = torch.tensor
+    whole = sketch(parity._sketch(a + 3 * b))
+    assert torch.allclose(
+        whole, sketch(parity._sketch(a)) + 3 * sketch(parity._sketch(b))
+    )
+    assert whole.norm().item() == pytest.approx((a + 3 * b).norm().item(), rel=0.3)
+    one = torch.zeros(1_000_000)
+    one[123_456] = 5
+    assert sketch(parity._sketch(one)).norm() == 5

@@ -279,17 +279,14 @@ def _numpy_random() -> Any:
     return numpy.random if numpy else None
 
 
-def _generators() -> dict[str, bytes]:
-    """The state of each generator that a program may draw from."""
-    states = {"torch": torch.get_rng_state().numpy().tobytes()}
-    states["Python's random"] = repr(random.getstate()).encode()
+def _generators() -> dict[str, int]:
+    """A number for the state of each generator that a program may draw from."""
+    states = {"torch": zlib.crc32(torch.get_rng_state().numpy().tobytes())}
+    states["Python's random"] = hash(random.getstate()[:2])
     if numpy := _numpy_random():
-        states["NumPy"] = repr(numpy.get_state()).encode() + bytes(
-            numpy.get_state()[1].data
-        )
-    return {
-        name: zlib.crc32(state).to_bytes(4, "big") for name, state in states.items()
-    }
+        _, key, position, *rest = numpy.get_state()
+        states["NumPy"] = hash((zlib.crc32(key.tobytes()), position, *rest))
+    return states
 
 
 def _seed_all(seed: int) -> None:
