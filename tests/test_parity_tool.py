@@ -54,7 +54,7 @@ MISTAKES = {
     "own seeds": ["items", {"order": "own seeds"}],
     "padded": ["items", {"items": 13, "drop_last": False}],
     "no set_epoch": ["same order", {"set_epoch": False}],
-    "batch per rank": ["global batch", {"batch": "per rank"}],
+    "batch per rank": ["global batch", {"batch": "per rank", "items": 36}],
     "blocks": ["other order", {"order": "blocks"}],
     "BatchNorm": ["batch statistics", {"norm": "batch"}],
     "BatchNorm, no statistics": [
