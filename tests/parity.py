@@ -1,5 +1,7 @@
 """Train the same ten steps with every strategy, for tests/test_parity.py.
 
+What ranks do is recorded and compared by utils.parity.
+
 To add a strategy, add an entry to STRATEGIES.
 """
 
@@ -8,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from tests import scripts
 from tests.compare import relative
+from utils import parity
 from utils.datasets import digits
 from utils.models import resnet18
 
@@ -101,62 +103,60 @@ CONTROLS = {
 }
 
 
-def train(
-    strategy: Strategy, dtype: torch.dtype, batches: list
-) -> dict[str, torch.Tensor]:
-    """Train on this rank's `batches`, one step for each.
+def training_of(strategy: Strategy) -> parity.Training:
+    """A strategy as functions that utils.parity calls: one epoch of all its batches."""
 
-    Returns the loss of each step, averaged over the ranks ("losses", [steps]), the
-    gradient of the first step ("gradient", [parameters]) and the parameters after the
-    last one ("parameters", [parameters]).
-    """
-    torch.manual_seed(0)
-    model = strategy.wrap(resnet18(norm=strategy.norm).to(dtype))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
-    losses, gradient = [], None
-    for images, labels in batches:
-        losses.append(strategy.step(model, optimizer, images.to(dtype), labels))
-        if gradient is None:
-            gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
-    mean_losses = torch.stack(losses)
-    dist.all_reduce(mean_losses)
-    return {
-        "losses": mean_losses / dist.get_world_size(),
-        "gradient": gradient,
-        "parameters": torch.cat([p.detach().flatten() for p in model.parameters()]),
-    }
+    def build_model() -> nn.Module:
+        torch.manual_seed(0)
+        return resnet18(norm=strategy.norm)
+
+    return parity.Training(
+        build_model=build_model,
+        build_optimizer=lambda m: torch.optim.AdamW(m.parameters(), 3e-4, fused=True),
+        make_loader=lambda rank, n, epoch: islice(strategy.batches(), strategy.steps),
+        train_step=lambda model, optimizer, batch: strategy.step(
+            model, optimizer, *batch
+        ),
+        wrap=strategy.wrap,
+    )
 
 
-def train_twice(strategy: Strategy) -> dict[str, torch.Tensor]:
-    """In float64 over all steps, with the gradient of the first one in float32 as
-    "gradient32"."""
-    batches = list(islice(strategy.batches(), strategy.steps))
-    single = train(strategy, torch.float32, batches[:1])
-    return train(strategy, torch.float64, batches) | {"gradient32": single["gradient"]}
+Both = tuple[parity.Record, parity.Record]
+
+
+def train_twice(strategy: Strategy) -> Both:
+    """What this rank does in float64, over all steps, and in the first one in float32."""
+    training = training_of(strategy)
+    return (
+        parity.record(training, torch.float64, epochs=1, steps=strategy.steps),
+        parity.record(training, torch.float32, epochs=1, steps=1),
+    )
+
+
+def train_all(strategies: dict[str, Strategy]) -> dict[str, list[Both]]:
+    """Train with each strategy; what all ranks did, by rank, on each of them."""
+    found = {}
+    for name, strategy in strategies.items():
+        found[name] = [None] * dist.get_world_size()
+        dist.all_gather_object(found[name], train_twice(strategy))
+    return found
+
+
+def compare(alone: Both, together: list[Both]) -> dict[str, float]:
+    """How far ranks are from one process, in units of the latter."""
+    double, single = (
+        parity.distances(one, ranks) for one, ranks in zip(alone, zip(*together))
+    )
+    return double._asdict() | {"gradient32": single.gradient}
 
 
 def distances(ours: dict, theirs: dict) -> dict[str, float]:
-    """How far each result is from that of one process, in units of the latter."""
+    """How far tensors are from those of one process, in units of the latter."""
     assert ours["gradient32"].dtype == torch.float32
     assert [ours[key].shape for key in theirs] == [
         each.shape for each in theirs.values()
     ]
     return {key: relative(ours[key], theirs[key]) for key in theirs}
-
-
-def compare_all(strategies: dict[str, tuple[Strategy, Path]]) -> dict[str, dict]:
-    """Train with each strategy; the distances to the results in the file beside it.
-
-    Only on rank 0, elsewhere none. What is compared stays here: it is hundreds of MB.
-    """
-    found = {}
-    for name, (strategy, file) in strategies.items():
-        ours = train_twice(strategy)
-        if dist.get_rank() == 0:
-            found[name] = distances(
-                ours, torch.load(file, mmap=True, weights_only=True)
-            )
-    return found
 
 
 def in_a_group(run: Callable[..., dict], *args) -> dict:
@@ -168,9 +168,9 @@ def in_a_group(run: Callable[..., dict], *args) -> dict:
     return found
 
 
-def alone(run: Callable[..., dict], *args) -> dict:
-    """`run(*args)` in this process, which is a group of one."""
+def alone(strategy: Strategy) -> Both:
+    """`train_twice` in this process, which is a group of one."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    found = run(*args)
+    found = train_twice(strategy)
     dist.destroy_process_group()
     return found

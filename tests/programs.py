@@ -207,10 +207,14 @@ def wrap(program: Program, model: nn.Module) -> nn.Module:
         model.features.requires_grad_(False)
     if program.parts == "trained late":
         model.features.requires_grad_(False)
-    if program.averaging == "FSDP2":
+    if "FSDP2" in program.averaging:
         fully_shard(model)
+    if program.averaging == "FSDP2 sums":
+        model.set_gradient_divide_factor(1.0)
     if program.averaging == "DDP":
-        model = DDP(model, forward_sync_buffers=not program.counter, bucket_cap_mb=0.001)
+        model = DDP(
+            model, forward_sync_buffers=not program.counter, bucket_cap_mb=0.001
+        )
     if program.parts == "trained late":
         (
             model.module if program.averaging == "DDP" else model

@@ -6,10 +6,7 @@ gradient. ResNet-18 is trained where every rank has the whole model, a GPT where
 sharded.
 """
 
-import os
-import tempfile
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -40,17 +37,14 @@ def runs(*strategies: dict) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("num_workers", "name"), chosen)
 
 
-def reference(**options) -> Path:
-    """A file with what one process gets: no wrap, no averaging."""
+def reference(**options) -> parity.Both:
+    """What one process does: no wrap, no averaging."""
     step = parity.step_without_averaging
-    one = parity.Strategy(lambda model: model, step, **options)
-    folder = tempfile.mkdtemp(dir=os.environ["WORKSHOP_STORAGE"])
-    torch.save(parity.alone(parity.train_twice, one), Path(folder, "results.pt"))
-    return Path(folder, "results.pt")
+    return parity.alone(parity.Strategy(lambda model: model, step, **options))
 
 
 @cache
-def reference_for(norm: str, steps: int) -> Path:
+def reference_for(norm: str, steps: int) -> parity.Both:
     return reference(norm=norm, steps=steps)
 
 
@@ -59,8 +53,13 @@ def reference_of_sharding() -> dict[str, torch.Tensor]:
     return sharding.train_all({"alone": sharding.one_process})["alone"]
 
 
-def with_references(strategies: dict[str, parity.Strategy]) -> dict[str, tuple]:
-    return {n: (s, reference_for(s.norm, s.steps)) for n, s in strategies.items()}
+def compared(
+    strategies: dict[str, parity.Strategy], found: dict[str, list[parity.Both]]
+) -> dict[str, dict[str, float]]:
+    return {
+        name: parity.compare(reference_for(s.norm, s.steps), found[name])
+        for name, s in strategies.items()
+    }
 
 
 @cache
@@ -69,8 +68,8 @@ def with_ranks(num_workers: int) -> dict[str, dict[str, float]]:
     chosen = dict(parity.STRATEGIES)
     if num_workers == 2:
         chosen |= parity.CONTROLS
-    chosen = with_references(chosen)
-    return run_ranks(parity.in_a_group, num_workers, parity.compare_all, chosen)[0]
+    found = run_ranks(parity.in_a_group, num_workers, parity.train_all, chosen)[0]
+    return compared(chosen, found)
 
 
 @cache
@@ -125,12 +124,16 @@ def test_evaluation_of_shards_equals_one_process(name, distance):
 
 
 def test_one_process_takes_ten_steps_and_one_in_float32():
-    """The references, to whose shapes all else is held."""
-    one = torch.load(reference_for("group", parity.STEPS), mmap=True, weights_only=True)
-    for results in (one, reference_of_sharding()):
-        assert len(results["losses"]) == 10
-        assert results["parameters"].dtype == torch.float64
-        assert results["gradient32"].dtype == torch.float32
+    """The references, to whose steps all else is held."""
+    double, single = reference_for("group", parity.STEPS)
+    assert (len(double.steps), len(double.updates)) == (10, 10)
+    assert (len(single.steps), len(single.updates)) == (1, 1)
+    # bytes of weights, gradients and the state of AdamW, but for its counts of steps
+    assert double.state_bytes / single.state_bytes == pytest.approx(2, rel=1e-4)
+    sharded = reference_of_sharding()
+    assert len(sharded["losses"]) == 10
+    assert sharded["parameters"].dtype == torch.float64
+    assert sharded["gradient32"].dtype == torch.float32
 
 
 @pytest.mark.parametrize("name", parity.CONTROLS)

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests import compare, parity, scripts
-from tests.test_parity import FLOAT32, FLOAT64, reference, with_references
+from tests.test_parity import FLOAT32, FLOAT64, compared, reference
 from utils.datasets import write_shards
 from utils.launch import run_ranks
 
@@ -50,14 +50,15 @@ def test_ray_train_ddp_equals_one_process(own_ray):
     for module in (compare, parity, scripts, sys.modules[__name__]):
         ray.cloudpickle.register_pickle_by_value(module)
     strategy = parity.Strategy(prepared_by_ray, parity.step_of_script)
-    chosen = with_references({"Ray Train DDP": strategy})
+    chosen = {"Ray Train DDP": strategy}
     with tempfile.TemporaryDirectory() as folder:
         trainer = TorchTrainer(
-            lambda config: parity.compare_all(chosen),
+            lambda config: parity.train_all(chosen),
             scaling_config=ScalingConfig(num_workers=2),
             run_config=RunConfig(name="parity", storage_path=folder),
         )
-        distance = trainer.fit().return_value["Ray Train DDP"]  # that of rank 0
+        found = trainer.fit().return_value  # of rank 0, which has what all ranks did
+    distance = compared(chosen, found)["Ray Train DDP"]
     assert distance["losses"] < FLOAT64
     assert distance["gradient"] < FLOAT64
     assert distance["parameters"] < FLOAT64
@@ -111,16 +112,17 @@ def test_training_through_ray_data_equals_one_process(tmp_path, own_ray, num_wor
     if num_workers == 2:
         orders["another order"] = [by_ray[0][::-1], by_ray[1]]
 
-    def compare_orders() -> dict[str, dict[str, float]]:
+    def train_orders() -> dict[str, list[parity.Both]]:
         step = scripts.load(scripts.TRAIN_RAY_DDP_WITH_RAY_DATA).train_step
         mine = {name: ranks[dist.get_rank()] for name, ranks in orders.items()}
         strategies = {
             name: parity.Strategy(DDP, step, batches=lambda b=batches: b)
             for name, batches in mine.items()
         }
-        return parity.compare_all({n: (s, alone) for n, s in strategies.items()})
+        return parity.train_all(strategies)
 
-    found = run_ranks(parity.in_a_group, num_workers, compare_orders)[0]
+    trained = run_ranks(parity.in_a_group, num_workers, train_orders)[0]
+    found = {name: parity.compare(alone, ranks) for name, ranks in trained.items()}
     for key, distance in found["Ray Data"].items():
         assert distance < (FLOAT32 if key == "gradient32" else FLOAT64)
         if num_workers == 2:  # a negative control

@@ -61,10 +61,8 @@ from torch.optim.optimizer import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Subset
 
-FIRST, LATER = (
-    1e-10,
-    1e-7,
-)  # float64: relative errors of the first step, and of later ones
+# float64: relative errors of the first step, and of later ones
+FIRST, LATER = 1e-10, 1e-7
 ROUNDED = 1e-5  # float32: of the first gradient; what float32 within float64 may cost
 LOW = 0.03  # what bfloat16 or float16 may cost
 FRESH_SEED = 67280421310721  # of torch's generator in every new process
@@ -771,6 +769,17 @@ def _watched_clipping(recorder: _Recorder) -> Iterator[None]:
             setattr(nn.utils, name, original)
 
 
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Create tensors in `dtype`, until the end or another choice within."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def _fresh_generators() -> None:
     """As in a new process: torch draws the same there, the others do not."""
     torch.manual_seed(FRESH_SEED)
@@ -799,10 +808,13 @@ def _train(
     rank, world_size = dist.get_rank(), dist.get_world_size()
     control = dist.new_group(backend="gloo")
     _fresh_generators()
-    torch.set_default_dtype(torch.float32)
     draws = _Draws(run.pin)
     recorder = _Recorder(draws)
-    with _watched_clipping(recorder), contextlib.closing(recorder):
+    with (
+        _watched_clipping(recorder),
+        contextlib.closing(recorder),
+        _default_dtype(torch.float32),
+    ):
         say("in build_model")
         training = load()
         functions = [getattr(training, name) for name in FUNCTIONS]
@@ -1574,11 +1586,25 @@ def _labels(
     found = {}
     for name in dict.fromkeys(itertools.chain.from_iterable(at)):
         own = [update.own.get(name) for update in updates]
+        if all(own) and max(math.hypot(*(each or [])) for each in own) < 1e-8 * whole:
+            continue  # zero, but for rounding
         if all(name in each for each in at) and all(own):
             found[name] = _label([each[name] for each in at], own, whole, near)
         elif any(name not in each for each in at) and any(own):
             found[name] = "own"
     return found
+
+
+def _labels_beside(case: _Case, u: int) -> dict[str, str]:
+    """As `_labels`, where ranks' own gradients never exist, as with FSDP2."""
+    if u >= len(case.one.updates) or not case.same_items(case.one.updates[u].step):
+        return {}
+    ours, theirs = case.updates[u][0].gradients, case.one.updates[u].gradients
+    (factor,), left = _made_of(ours, [theirs])
+    for label, expected in (("sum", case.n), ("divided twice", 1 / case.n)):
+        if left < case.near and abs(factor / expected - 1) < 1e-3:
+            return dict.fromkeys(theirs, label)
+    return {}
 
 
 def _clips_first(updates: list[Update]) -> bool:
@@ -1637,12 +1663,8 @@ def find_averaging(case: _Case) -> list[Finding]:
             _clipped_and_summed(case, u, found)
             continue
         labels = _labels(updates, level, case.near)
-        if (
-            level == "unclipped"
-            and _labels(updates)
-            and set(labels.values()) == {"mean"}
-        ):
-            continue
+        if not labels:
+            labels = _labels_beside(case, u)
         for finding in _judge_labels(case, u, labels):
             found.setdefault(finding.name, finding)
     if "not averaged" in found:
@@ -1656,8 +1678,7 @@ def _judge_labels(case: _Case, u: int, labels: dict[str, str]) -> Iterator[Findi
         labels = dict.fromkeys(labels, "own")  # but for a scale
     own = [name for name, label in labels.items() if label == "own"]
     rest = [label for label in labels.values() if label not in ("own", "mean")]
-    averaged = [name for name, label in labels.items() if label == "mean"]
-    if own and (len(own) == len(labels) or not (averaged or rest)):
+    if own and len(own) == len(labels):
         name = own[0]
         sizes = [math.hypot(*each.own[name]) for each in updates if name in each.own]
         yield Finding(
@@ -1677,8 +1698,7 @@ def _judge_labels(case: _Case, u: int, labels: dict[str, str]) -> Iterator[Findi
                 "gradients are summed over the ranks, not averaged: divide by the world "
                 "size",
                 f"update {u}: the gradient of `{sums[0]}` is "
-                f"{_ratio(case, u, sums[0]):.3f} times the mean of the ranks' on "
-                f"{case.n} ranks",
+                f"{_ratio(case, u, sums[0]):.3f} times the mean on {case.n} ranks",
             )
     elif rest and rest.count("divided twice") == len(rest):
         yield Finding(
@@ -1695,7 +1715,10 @@ def _vector_mean(rows: list[list[float]]) -> torch.Tensor:
 def _ratio(case: _Case, u: int, name: str) -> float:
     updates = case.updates[u]
     level = updates[0].unclipped or updates[0].gradients
-    mean = _vector_mean([each.own[name] for each in updates])
+    if not all(name in each.own for each in updates):
+        mean = _vector_mean([case.one.updates[u].gradients[name]])
+    else:
+        mean = _vector_mean([each.own[name] for each in updates])
     ours = torch.tensor(level[name], dtype=torch.float64)
     return ((ours @ mean) / (mean @ mean)).item()
 
@@ -1709,6 +1732,8 @@ def _divides_its_loss(case: _Case, u: int) -> bool:
     if not case.one.updates:
         return False
     means = [_length(update.own) for update in case.updates[0]]
+    if not any(means):
+        return False
     ratio = _length(case.one.updates[0].own) / (sum(means) / case.n or 1.0)
     return ratio > math.sqrt(case.n)
 
