@@ -38,7 +38,10 @@ USED = [
         "torch.ScriptObject",
         "utils/comms.py",
     ),  # the process group of an operator of c10d
+    ("torch.nn.modules.batchnorm._BatchNorm", "utils/parity.py"),
+    ("torch.Tag.nondeterministic_seeded", "utils/parity.py"),
     ("torch.utils._python_dispatch.TorchDispatchMode", "utils/comms.py"),
+    ("torch: Expected to have finished reduction", "utils/parity.py"),
     ("torch.utils._pytree.tree_leaves", "utils/comms.py"),
     ("torch: _schema", "utils/comms.py"),  # of an operator: its arguments' names
     ("torch: TORCHDYNAMO_DISABLE", "utils/zero.py"),

@@ -285,9 +285,10 @@ def _row_digests(batch: Any) -> tuple[int, ...]:
 
 
 class _Generator(NamedTuple):
-    """A source of random numbers, as four functions."""
+    """A source of random numbers, and what reads, sets and seeds it."""
 
     name: str
+    owner: Any
     get: Callable[[], Any]
     set: Callable[[Any], Any]
     seed: Callable[[int], Any]
@@ -297,28 +298,26 @@ def _generator(each: Any) -> _Generator | None:
     """`each` as a generator, if it is one of torch, Python or NumPy."""
     numpy = sys.modules.get("numpy")
     if isinstance(each, torch.Generator):
-        seed = each.manual_seed
-        return _Generator("its torch.Generator", each.get_state, each.set_state, seed)
+        name, get, put = "its torch.Generator", each.get_state, each.set_state
+        return _Generator(name, each, get, put, each.manual_seed)
     if isinstance(each, random.Random):
-        return _Generator("its random.Random", each.getstate, each.setstate, each.seed)
+        name = "its random.Random"
+        return _Generator(name, each, each.getstate, each.setstate, each.seed)
     if numpy and isinstance(each, numpy.random.RandomState):
-        return _Generator(
-            "its RandomState",
-            each.get_state,
-            each.set_state,
-            lambda number: each.seed(number % 2**32),
-        )
+        name, get, put = "its RandomState", each.get_state, each.set_state
+        return _Generator(name, each, get, put, lambda n: each.seed(n % 2**32))
     if numpy and isinstance(each, numpy.random.Generator):
         bits = each.bit_generator
 
-        def put(state: Any) -> None:
+        def set_bits(state: Any) -> None:
             bits.state = state
 
         return _Generator(
             "its numpy Generator",
+            each,
             lambda: copy.deepcopy(bits.state),
-            put,
-            lambda number: put(type(bits)(number).state),
+            set_bits,
+            lambda n: set_bits(type(bits)(n).state),
         )
     return None
 
@@ -331,14 +330,19 @@ def _sources() -> list[_Generator]:
     """All generators that the program may draw from."""
     found = [
         _Generator(
-            "torch", torch.get_rng_state, torch.set_rng_state, torch.manual_seed
+            "torch", torch, torch.get_rng_state, torch.set_rng_state, torch.manual_seed
         ),
-        _Generator("Python's random", random.getstate, random.setstate, random.seed),
+        _Generator(
+            "Python's random", random, random.getstate, random.setstate, random.seed
+        ),
     ]
     if numpy := sys.modules.get("numpy"):
         of = numpy.random
-        seed = lambda number: of.seed(number % 2**32)  # noqa: E731
-        found.append(_Generator("NumPy", of.get_state, of.set_state, seed))
+        found.append(
+            _Generator(
+                "NumPy", of, of.get_state, of.set_state, lambda n: of.seed(n % 2**32)
+            )
+        )
     return found + _own_generators
 
 
@@ -487,9 +491,9 @@ class _Items:
 
     def __init__(self, dataset: Any, epoch: int, pin: bool):
         self.dataset, self.epoch, self.pin = dataset, epoch, pin
-        known = {id(source.get) for source in _own_generators}
+        known = {id(source.owner) for source in _own_generators}
         found = _find_generators([dataset])
-        _own_generators.extend(each for each in found if id(each.get) not in known)
+        _own_generators.extend(each for each in found if id(each.owner) not in known)
         self.drew = False
         self.noted: list = []
 
@@ -780,21 +784,38 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _fresh_generators() -> None:
-    """As in a new process: torch draws the same there, the others do not."""
+def _fresh_generators(run: "_Run", rank: int) -> None:
+    """As in a new process: torch draws the same in all of them, the others do not.
+
+    Functions may be of a module that is imported once and has seeded them then: so only a
+    file, which every run executes, meets those others as chance has left them.
+    """
     torch.manual_seed(FRESH_SEED)
-    random.seed()
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed()
+    for source in _sources()[1:3]:
+        number = random.SystemRandom().getrandbits(32) if run.by_chance else rank
+        source.seed(number)
+
+
+# Generators of functions that live on between runs, and their states at first.
+_first_states: dict[int, tuple[Any, Any]] = {}
+
+
+def _rewind(generators: list[_Generator]) -> None:
+    """Let generators of the training begin as in its first run."""
+    for each in generators:
+        here = each.owner, each.get()
+        kept = _first_states.setdefault(id(each.owner), here)
+        each.set(kept[1])
 
 
 @dataclass(frozen=True)
 class _Run:
-    """How a rank trains: in a type; with draws pinned or not; with BatchNorm or without."""
+    """How a rank trains: in a type; with draws pinned, BatchNorm frozen, or neither."""
 
     dtype: torch.dtype
     pin: bool = True
     freeze: bool = False
+    by_chance: bool = False
 
 
 def _train(
@@ -807,7 +828,8 @@ def _train(
     """Train on this rank of a group that exists, and record it."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     control = dist.new_group(backend="gloo")
-    _fresh_generators()
+    _own_generators.clear()
+    _fresh_generators(run, rank)
     draws = _Draws(run.pin)
     recorder = _Recorder(draws)
     with (
@@ -819,6 +841,7 @@ def _train(
         training = load()
         functions = [getattr(training, name) for name in FUNCTIONS]
         _own_generators[:] = _find_generators(functions)
+        _rewind(_own_generators)
         model = training.build_model()
         if not isinstance(model, nn.Module):
             kind = type(model).__name__
@@ -1104,7 +1127,7 @@ def _runs_of_rank(payload: _Payload, epochs: int, limit: int, say) -> Runs:
     drew = torch.tensor([float(runs["float64"].drew)])
     dist.all_reduce(drew, dist.ReduceOp.MAX)
     if drew:
-        run = _Run(torch.float32, pin=False)
+        run = _Run(torch.float32, pin=False, by_chance=bool(payload.path))
         runs["noise"] = train("float32 with noise", run)
         if dist.get_world_size() == 1:
             runs["noise again"] = train("float32 with noise", run)
