@@ -257,6 +257,13 @@ def test_a_file_with_a_mistake_has_status_1(judge):
     assert "Evidence: rank 0 of 2 sees items" in out
 
 
+@pytest.mark.slow
+def test_a_run_that_is_cut_short_says_so(judge):
+    status, out, _ = judge("", "", "--steps", "1")
+    assert status == 0
+    assert "Trained were the first 1 steps of each epoch." in out
+
+
 BAD = {
     "def build_model(": ("def build_net(", "defines no build_model: add `def build"),
     "train_step(model, optimizer, batch)": (

@@ -235,8 +235,10 @@ def _sketch(tensor: torch.Tensor) -> list[float]:
     if len(flat) <= WIDTH:
         return flat.tolist()
     flat = flat * _signs(len(flat))
-    padded = nn.functional.pad(flat, (0, -len(flat) % WIDTH))
-    return padded.view(-1, WIDTH).sum(0).tolist()
+    rest = flat[len(flat) // WIDTH * WIDTH :]
+    sums = flat[: len(flat) - len(rest)].view(-1, WIDTH).sum(0)
+    sums[: len(rest)] += rest
+    return sums.tolist()
 
 
 def _tensors(batch: Any) -> Iterator[torch.Tensor]:
@@ -630,8 +632,8 @@ class _Recorder:
             before, now = self.own.get(name), _sketch(parameter.grad)
             arrived = self.incoming.pop(name, None)
             # What had been there is gone, although no optimizer has used it.
-            gone = arrived is not None and _sketch(arrived) == now
-            if gone and math.hypot(*(before or [])) > 1e-8 * math.hypot(*now):
+            there = before and math.hypot(*before) > 1e-8 * math.hypot(*now)
+            if there and arrived is not None and _sketch(arrived) == now:
                 self.first_kept = max(0, len(self.forwards) - 1)
             self.own[name] = now
 
@@ -2269,6 +2271,10 @@ def _judge(groups: dict[int, Any], world_sizes: Iterable[int]) -> Report:
         known = set(report.names)
         report.findings += [each for each in found if each.name not in known]
     report.lines.append(f"Bytes of state per rank: {', '.join(sizes)}.")
+    one = alone["float64"]
+    if not one.whole or [*map(len, one.orders)] != [*map(len, one.contents)]:
+        trained = max(map(len, one.contents))
+        report.lines.append(f"Trained were the first {trained} steps of each epoch.")
     if len({finding.name for finding in report.findings}) > 1:
         report.findings = [f for f in report.findings if f.name != "unknown"]
     return report
