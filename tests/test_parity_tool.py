@@ -5,12 +5,14 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests import odd_programs
 from tests.patience import PATIENCE
 from tests.programs import Program, training
 from tests.readme import typed
@@ -190,6 +192,29 @@ def test_each_mistake_is_named_and_nothing_else(family, name):
         assert not report.ok
     else:
         assert set(report.equal.values()) == {not names}, str(report)
+
+
+@cache
+def odd_reports() -> dict[str, parity.Report]:
+    wrong = {name: program for name, (_, program) in odd_programs.WRONG.items()}
+    return parity.check_all(odd_programs.RIGHT | wrong, world_sizes=(2,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", odd_programs.RIGHT | odd_programs.WRONG)
+def test_programs_of_many_styles(name):
+    report = odd_reports()[name]
+    if name in odd_programs.RIGHT:
+        assert report.ok, str(report)
+    else:
+        assert report.names == [odd_programs.WRONG[name][0]], str(report)
+
+
+@pytest.mark.slow
+def test_fsdp2_that_shards_over_one_rank_is_seen():
+    """It claims to shard by what it is, and each rank keeps all, and steps alone."""
+    program = replace(odd_programs.PLAIN, wrap=odd_programs.shard_alone)
+    assert "shards nothing" in parity.check(program, world_sizes=(2,)).names
 
 
 FILE = """

@@ -2042,7 +2042,8 @@ def find_noise(case: _Case) -> Finding | None:
                 f"dropout, or other noise in the step, is the same on every rank: {mend}",
                 f"{masks} of {masks} draws ({numbers} numbers) are equal on {ranks}",
             )
-        for name in ("torch", "Python's random", "NumPy"):
+        used = [name for step in first.steps for name in (step.random_items or [{}])[0]]
+        for name in dict.fromkeys(used):
             states = [
                 (a.random_items[0][name], b.random_items[0].get(name))
                 for a, b in pairs

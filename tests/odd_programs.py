@@ -1,0 +1,358 @@
+"""More trainings for utils.parity, as people write them: a style each.
+
+RIGHT are right; WRONG have the mistake whose name stands beside each.
+"""
+
+import copy
+from contextlib import nullcontext
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from utils.parity import Training
+
+ITEMS, WIDTH, BATCH = 24, 6, 6
+
+
+def numbers() -> tuple[torch.Tensor, torch.Tensor]:
+    inputs = torch.randn(ITEMS, WIDTH, generator=torch.Generator().manual_seed(1))
+    return inputs, inputs.sum(1, keepdim=True).sin()
+
+
+def build_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(WIDTH, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 1)
+    )
+
+
+def adam(model):
+    return torch.optim.AdamW(model.parameters(), 1e-2)
+
+
+def adam_and_seed(model):
+    torch.manual_seed(10 + dist.get_rank())
+    return adam(model)
+
+
+def dealt(data: Dataset, rank: int, world_size: int, epoch: int) -> DataLoader:
+    sampler = DistributedSampler(data, world_size, rank)
+    sampler.set_epoch(epoch)
+    return DataLoader(data, BATCH // world_size, sampler=sampler)
+
+
+def make_loader(rank, world_size, epoch):
+    return dealt(TensorDataset(*numbers()), rank, world_size, epoch)
+
+
+def train_step(model, optimizer, batch):
+    loss = F.mse_loss(model(batch[0]), batch[1])
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+PLAIN = Training(build_model, adam, make_loader, train_step)
+
+
+def average(parameters) -> None:
+    for parameter in parameters:
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+
+
+# No DataLoader, an average of the weights, a schedule of another kind.
+def generate(rank, world_size, epoch):
+    inputs, targets = numbers()
+    order = torch.randperm(ITEMS, generator=torch.Generator().manual_seed(epoch))
+    for batch in order.split(BATCH):
+        mine = batch[rank::world_size]
+        yield {"x": inputs[mine], "y": targets[mine]}
+
+
+class Averaged:
+    def __init__(self, model):
+        self.optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+        self.schedule = torch.optim.lr_scheduler.OneCycleLR(
+            self.optimizer, 0.1, total_steps=20
+        )
+        self.slow = copy.deepcopy(model)
+
+
+def step_and_average(model, state, batch):
+    F.smooth_l1_loss(model(batch["x"]), batch["y"]).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    state.optimizer.step()
+    state.schedule.step()
+    state.optimizer.zero_grad(set_to_none=False)
+    with torch.no_grad():
+        for slow, fast in zip(state.slow.parameters(), model.parameters()):
+            slow.lerp_(fast, 0.1)
+
+
+# A data set with a generator of its own.
+class Noisy(Dataset):
+    def __init__(self, seed):
+        self.inputs, self.targets = numbers()
+        self.generator = np.random.default_rng(seed)
+
+    def __len__(self):
+        return ITEMS
+
+    def __getitem__(self, index):
+        noise = torch.from_numpy(self.generator.normal(size=WIDTH))
+        return self.inputs[index] + noise.float(), self.targets[index]
+
+
+def noisy(rank, world_size, epoch):
+    return dealt(Noisy((epoch, rank)), rank, world_size, epoch)
+
+
+def equally_noisy(rank, world_size, epoch):
+    return dealt(Noisy(epoch), rank, world_size, epoch)
+
+
+# Lower precision: autocast, a scaled loss, a policy of FSDP2.
+def step_in_bf16(model, optimizer, batch):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = F.mse_loss(model(batch[0]).float(), batch[1].float())
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+class Scaled:
+    def __init__(self, model):
+        self.optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        self.scaler = torch.amp.GradScaler("cpu")
+
+
+def step_scaled(model, state, batch):
+    state.optimizer.zero_grad()
+    state.scaler.scale(F.mse_loss(model(batch[0]), batch[1])).backward()
+    state.scaler.unscale_(state.optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    state.scaler.step(state.optimizer)
+    state.scaler.update()
+
+
+def shard_in_bf16(model):
+    policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+    return fully_shard(model, mp_policy=policy)
+
+
+def step_on_floats(model, optimizer, batch):
+    return train_step(model, optimizer, [batch[0], batch[1].float()])
+
+
+# Two networks against each other: each one's backward leaves gradients in the other.
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.maker = nn.Linear(WIDTH, WIDTH)
+        self.judge = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def build_pair():
+    torch.manual_seed(0)
+    return Pair()
+
+
+def two_adams(model):
+    return torch.optim.Adam(model.maker.parameters()), torch.optim.Adam(
+        model.judge.parameters()
+    )
+
+
+def step_pair(model, optimizers, batch):
+    inputs = batch[0]
+    F.softplus(-model.judge(model.maker(inputs))).mean().backward()
+    average(model.maker.parameters())
+    optimizers[0].step()
+    model.zero_grad()
+    made = model.judge(model.maker(inputs).detach())
+    (F.softplus(-model.judge(inputs)) + F.softplus(made)).mean().backward()
+    average(model.judge.parameters())
+    optimizers[1].step()
+    model.zero_grad()
+
+
+# Forward passes that are repeated, with dropout in them.
+class Repeated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, 8), nn.Linear(8, 1)
+        self.middle = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3), nn.GELU())
+
+    def forward(self, inputs):
+        hidden = checkpoint(self.middle, self.first(inputs), use_reentrant=False)
+        return self.last(hidden)
+
+
+def build_repeated():
+    torch.manual_seed(0)
+    return Repeated()
+
+
+def step_in_pieces(model, optimizer, batch):
+    optimizer.zero_grad()
+    pieces = [*zip(batch[0].split(1), batch[1].split(1))]
+    for number, (inputs, targets) in enumerate(pieces):
+        last = number == len(pieces) - 1
+        with nullcontext() if last else model.no_sync():
+            (F.mse_loss(model(inputs), targets) / len(pieces)).backward()
+    optimizer.step()
+
+
+# Ranks with unequal shares that count by their items.
+def deal_unequally(rank, world_size, epoch):
+    inputs, targets = numbers()
+    order = torch.randperm(ITEMS, generator=torch.Generator().manual_seed(epoch))
+    cuts = [0, *range(1, world_size), BATCH]
+    mine = [each[cuts[rank] : cuts[rank + 1]] for each in order.split(BATCH)]
+    return [(inputs[rows], targets[rows]) for rows in mine]
+
+
+def step_by_items(model, optimizer, batch):
+    items = torch.tensor(float(len(batch[0])))
+    dist.all_reduce(items)
+    total = F.mse_loss(model(batch[0]), batch[1], reduction="sum")
+    optimizer.zero_grad()
+    (total * dist.get_world_size() / items).backward()
+    optimizer.step()
+
+
+# Sharpness-aware minimization: two backward passes of the same items, one update.
+def step_twice(model, optimizer, batch):
+    F.mse_loss(model(batch[0]), batch[1]).backward()
+    first = [p.grad.clone() for p in model.parameters()]
+    scale = 0.05 / torch.stack([each.norm() for each in first]).norm()
+    with torch.no_grad():
+        for parameter, gradient in zip(model.parameters(), first):
+            parameter += gradient * scale
+    model.zero_grad()
+    F.mse_loss(model(batch[0]), batch[1]).backward()
+    with torch.no_grad():
+        for parameter, gradient in zip(model.parameters(), first):
+            parameter -= gradient * scale
+    optimizer.step()
+    model.zero_grad()
+
+
+# Mistakes.
+def only_rank_0_steps(model, optimizer, batch):
+    F.mse_loss(model(batch[0]), batch[1]).backward()
+    if dist.get_rank() == 0:
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+def step_on_a_sum(model, optimizer, batch):
+    optimizer.zero_grad()
+    F.mse_loss(model(batch[0]), batch[1], reduction="sum").backward()
+    optimizer.step()
+
+
+def shuffle_alone(rank, world_size, epoch):
+    return DataLoader(TensorDataset(*numbers()), BATCH // world_size, shuffle=True)
+
+
+class OwnNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, 8), nn.Linear(8, 1)
+
+    def forward(self, inputs):
+        hidden = self.first(inputs)
+        spread = (hidden.var(0, unbiased=False) + 1e-3).sqrt()
+        return self.last((hidden - hidden.mean(0)) / spread)
+
+
+def build_own_norm():
+    torch.manual_seed(0)
+    return OwnNorm()
+
+
+def clip_values_first(model, optimizer, batch):
+    F.mse_loss(model(batch[0]), batch[1]).backward()
+    nn.utils.clip_grad_value_(model.parameters(), 0.01)
+    average(model.parameters())
+    optimizer.step()
+    model.zero_grad()
+
+
+def bypass_ddp(model, optimizer, batch):
+    return train_step(model.module, optimizer, batch)
+
+
+def first_share_for_all(rank, world_size, epoch):
+    share = [tensor[: ITEMS // world_size] for tensor in numbers()]
+    return DataLoader(TensorDataset(*share), BATCH // world_size)
+
+
+def rate_by_own_batch(model, optimizer, batch):
+    train_step(model, optimizer, batch)
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-2 * batch[0].mean().abs().item()
+
+
+def shard_alone(model):
+    names = ("replicate", "shard")
+    mesh = dist.init_device_mesh(
+        "cpu", (dist.get_world_size(), 1), mesh_dim_names=names
+    )
+    return fully_shard(model, mesh=mesh["shard"])
+
+
+def unwrapped(model):
+    return model
+
+
+RIGHT = {
+    "weights averaged": replace(
+        PLAIN,
+        build_optimizer=Averaged,
+        make_loader=generate,
+        train_step=step_and_average,
+    ),
+    "a generator per rank": replace(PLAIN, make_loader=noisy),
+    "autocast": replace(PLAIN, train_step=step_in_bf16),
+    "a scaled loss": replace(PLAIN, build_optimizer=Scaled, train_step=step_scaled),
+    "FSDP2 in bf16": replace(PLAIN, wrap=shard_in_bf16, train_step=step_on_floats),
+    "a pair": Training(build_pair, two_adams, make_loader, step_pair, unwrapped),
+    "checkpointing": Training(
+        build_repeated, adam_and_seed, make_loader, step_in_pieces
+    ),
+    "counted by items": replace(
+        PLAIN, make_loader=deal_unequally, train_step=step_by_items
+    ),
+    "two passes": replace(PLAIN, train_step=step_twice),
+}
+WRONG = {
+    "one generator": ("same noise", replace(PLAIN, make_loader=equally_noisy)),
+    "a scaled loss, not averaged": (
+        "not averaged",
+        replace(RIGHT["a scaled loss"], wrap=unwrapped),
+    ),
+    "only rank 0 steps": ("weights", replace(PLAIN, train_step=only_rank_0_steps)),
+    "a sum": ("divided twice", replace(PLAIN, train_step=step_on_a_sum)),
+    "shuffle=True": ("items", replace(PLAIN, make_loader=shuffle_alone)),
+    "own norm": ("batch statistics", replace(PLAIN, build_model=build_own_norm)),
+    "values clipped first": (
+        "clipping",
+        replace(PLAIN, train_step=clip_values_first, wrap=unwrapped),
+    ),
+    "DDP is bypassed": ("not averaged", replace(PLAIN, train_step=bypass_ddp)),
+    "one share for all": ("items", replace(PLAIN, make_loader=first_share_for_all)),
+    "own rate": ("schedule", replace(PLAIN, train_step=rate_by_own_batch)),
+}
