@@ -14,7 +14,7 @@ import torch
 
 from tests import odd_programs
 from tests.patience import PATIENCE
-from tests.programs import Program, training
+from tests.programs import Classifier, Program, training
 from tests.readme import typed
 from utils import launch, parity
 
@@ -352,6 +352,11 @@ def test_an_unused_parameter_is_named_from_what_ddp_says():
     report = parity.check(training(Program(parts="unused")), world_sizes=(2,))
     assert report.names == ["parameter not averaged"]
     assert "that gets none: it is unused" in str(report)
+    spare = [n for n, _ in Classifier(Program(parts="unused")).named_parameters()]
+    places = [str(i) for i, name in enumerate(spare) if "spare" in name]
+    assert report.findings[0].evidence.endswith(
+        f"; numbers {' '.join(places)} of `parameters()`"
+    )
 
 
 def test_it_imports_torch_and_nothing_else_that_is_installed():

@@ -36,6 +36,7 @@ import multiprocessing as mp
 import os
 import pickle
 import random
+import re
 import sys
 import tempfile
 import time
@@ -2231,12 +2232,15 @@ def _verdict(case: _Case) -> tuple[bool, list[str]]:
 
 def _failed(failure: _Failure, n: int) -> Finding:
     if "Expected to have finished reduction" in failure.sentence:
+        said = failure.sentence.partition(" in the prior iteration")[0]
+        pattern = r"did not receive grad for rank \d+: ([\d ]+)"
+        which = re.search(pattern, failure.sentence)
         return Finding(
             "parameter not averaged",
             "DDP waits for the gradient of a parameter that gets none: it is unused, or "
             "was frozen after the wrap. Freeze before you wrap; "
             "`find_unused_parameters=True` if it is unused in some steps",
-            failure.sentence[:300],
+            said + (f"; numbers {which[1].strip()} of `parameters()`" if which else ""),
         )
     if failure.kind == "hangs":
         sentence = (
