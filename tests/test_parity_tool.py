@@ -298,6 +298,8 @@ BAD = {
     "torch.nn.Linear(3, 1)": ("3", "returned a int: let it return a module."),
     "import os": ("import no_such_thing", "cannot be imported: ModuleNotFoundError"),
     "    return DataLoader": ("    DataLoader", "make_loader(...) returned a NoneType"),
+    "torch.randn(12, 3": ("torch.randn(0, 3", "make_loader(0, 1, 0) gives no batch"),
+    "model(batch[0])": ("model(batch[2])", "(my_training.py, line "),
     "    loss.backward": (
         "    loss.backwards",
         "rank 0 of 1 raised at step 0 of epoch 0",

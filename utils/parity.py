@@ -133,10 +133,12 @@ class Report:
 
     @property
     def ok(self) -> bool:
+        """Say whether all are equal, and nothing was found."""
         return all(self.equal.values()) and not self.findings
 
     @property
     def names(self) -> list[str]:
+        """Return the names of the findings."""
         return [finding.name for finding in self.findings]
 
     def __str__(self) -> str:
@@ -444,9 +446,8 @@ class _Draws(TorchDispatchMode):
             return result
         name = func.overloadpacket.__name__
         if name.startswith("_scaled_dot_product") or "philox" in name:
-            return func(
-                *args, **kwargs
-            )  # tagged for a dropout that it does not do here
+            # tagged for a dropout that it leaves to another operator here
+            return func(*args, **kwargs)
         self.drew = True
         if self.pin:
             return self._pinned(func, name, args, kwargs)
@@ -891,6 +892,10 @@ def _train(
             )  # fmt: skip
             if record.unequal_steps:
                 break
+        if world_size == 1 and not record.steps:
+            raise BadInput(
+                "make_loader(0, 1, 0) gives no batch: let one process have them all."
+            )
         record.updates = recorder.updates
         record.state_bytes = recorder.bytes
         record.sharded |= any(
@@ -1109,7 +1114,6 @@ class _Failure(NamedTuple):
 
     kind: str  # "bad", "raised", "died" or "hangs"
     sentence: str
-    details: str = ""
 
 
 Runs = dict[str, Record]  # of one rank
@@ -1174,12 +1178,20 @@ def _be_rank(
         found = [_runs_of_rank(payload, epochs, limit, say) for payload in payloads]
         answer: tuple = ("done", found)
     except BadInput as problem:
-        answer = ("bad", str(problem), "")
+        answer = ("bad", str(problem))
     except Exception as problem:
         what = " ".join(f"{type(problem).__name__}: {problem}".split())
-        answer = ("raised", what, traceback.format_exc())
+        answer = ("raised", f"{what}{_line_of(problem)}")
     pipe.send_bytes(pickle.dumps(answer))
     pipe.recv_bytes()  # stays, so that no other rank sees it go; it is ended from outside
+
+
+def _line_of(problem: Exception) -> str:
+    """The last line of the training's own code that led to an exception."""
+    for frame in reversed(traceback.extract_tb(problem.__traceback__)):
+        if "site-packages" not in frame.filename and frame.filename != __file__:
+            return f" ({Path(frame.filename).name}, line {frame.lineno})"
+    return ""
 
 
 def _group(
@@ -1251,16 +1263,13 @@ def _collect(ranks: list, pipes: list, timeout: float) -> list[list[Runs]] | _Fa
             elif kind == "bad":
                 return _Failure("bad", rest[0])
             else:
-                what, details = rest
                 for other, process in enumerate(ranks):  # whose end others notice
                     process.join(timeout=0.2)
                     if process.exitcode is not None:
                         died = f"rank {other} of {len(ranks)} died with exit code"
                         where = f"{process.exitcode} {places[other]}"
                         return _Failure("died", f"{died} {where}")
-                return _Failure(
-                    "raised", f"{of} raised {places[rank]}: {what}", details
-                )
+                return _Failure("raised", f"{of} raised {places[rank]}: {rest[0]}")
     return [results[rank] for rank in range(len(ranks))]
 
 
@@ -1317,12 +1326,14 @@ class _Case:
         self.one, self.ranks = self.alone[key], [runs[key] for runs in self.together]
         self.n = len(self.ranks)
         records = [self.one, *self.ranks]
-        if len({record.length for record in records}) > 1:  # each has its own indices
+        own_indices = len({record.length for record in records}) > 1
+        if own_indices:
             self.one, *self.ranks = map(_by_content, records)
         # What differs by chance cannot be pinned: not even one index has one content.
         self.odd_items = _odd_items(self.one, self.ranks)
         self.loose = self.one.loose or any(rank.loose for rank in self.ranks)
         self.loose |= bool(self.odd_items) and self.one.augmented
+        self.loose |= own_indices and self.one.drew
         self.low = self.one.low
         self.near = LOW if self.low else ROUNDED
         self.differs = _difference(self.one, self.ranks)
@@ -2269,8 +2280,7 @@ def _judge(groups: dict[int, Any], world_sizes: Iterable[int]) -> Report:
             report.lines += lines
             found = diagnose(case)
             if not report.equal[n] and not found:
-                noise = case.loose or not case.one.identified
-                found = [_unknown(case, noise)]
+                found = [_unknown(case)]
             each = [runs["float64"].state_bytes for runs in groups[n]]
             sizes.append(f"{_thousands(each)} on {n}")
         known = set(report.names)
@@ -2285,14 +2295,11 @@ def _judge(groups: dict[int, Any], world_sizes: Iterable[int]) -> Report:
     return report
 
 
-def _unknown(case: _Case, noise: bool) -> Finding:
-    hint = (
-        "; it draws random numbers that cannot be tied to items, so first try without"
-        if noise
-        else ""
-    )
-    evidence = str(case.live or "the first gradients in float32")
-    return Finding("unknown", f"it differs, cause unknown{hint}", evidence)
+def _unknown(case: _Case) -> Finding:
+    what = "it differs, cause unknown"
+    if case.loose or not case.one.identified:
+        what += "; it draws random numbers that cannot be tied to items: try without"
+    return Finding("unknown", what, str(case.live or "the first gradients in float32"))
 
 
 def check_all(
