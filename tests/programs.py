@@ -46,7 +46,7 @@ class Program:
     accumulate: str = ""  # see `_chunks` and `train_step`
     start: str = "same"  # "per rank", "by chance"
     parts: str = ""  # "frozen backbone", "made late", "trained late", "unused", ...
-    loss: str = "mean"  # "over N", "contrastive", "of own tokens", "of all tokens"
+    loss: str = "mean"  # see `train_step` and the models
     counter: str = ""  # a buffer: "own", "averaged"
 
 
@@ -207,10 +207,8 @@ def wrap(program: Program, model: nn.Module) -> nn.Module:
         model.features.requires_grad_(False)
     if program.parts == "trained late":
         model.features.requires_grad_(False)
-    if "FSDP2" in program.averaging:
+    if program.averaging == "FSDP2":
         fully_shard(model)
-    if program.averaging == "FSDP2 sums":
-        model.set_gradient_divide_factor(1.0)
     if program.averaging == "DDP":
         model = DDP(
             model, forward_sync_buffers=not program.counter, bucket_cap_mb=0.001
@@ -355,6 +353,8 @@ def train_step(program: Program, model: nn.Module, optimizers: Optimizers, batch
         loss = model(some, of_some) / len(chunks)
         if program.loss == "over N":
             loss = loss / dist.get_world_size()
+        if program.loss == "times N":
+            loss = loss * dist.get_world_size()
         if program.accumulate == "zeroed":
             for optimizer in optimizers.all:
                 optimizer.zero_grad()

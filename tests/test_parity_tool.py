@@ -53,7 +53,7 @@ MISTAKES = {
     "no averaging": ["not averaged", {"averaging": "none"}],
     "never synced": ["not averaged", {"accumulate": "never synced"}],
     "divided twice": ["divided twice", {"loss": "over N"}],
-    "FSDP2 sums": ["summed", {"averaging": "FSDP2 sums"}],
+    "FSDP2 sums": ["summed", {"averaging": "FSDP2", "loss": "times N"}],
     "every rank all": ["items", {"order": "every rank all"}],
     "own seeds": ["items", {"order": "own seeds"}],
     "padded": ["items", {"items": 13, "drop_last": False}],
