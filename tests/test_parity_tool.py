@@ -191,7 +191,8 @@ def test_each_mistake_is_named_and_nothing_else(family, name):
     }:
         assert not report.ok
     else:
-        assert set(report.equal.values()) == {not names}, str(report)
+        # a batch may be cut on two ranks, and whole on three
+        assert all(report.equal.values()) == (not names), str(report)
 
 
 @cache
