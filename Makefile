@@ -10,7 +10,7 @@ RUN := PATH="$(CURDIR)/.venv/bin:$$PATH" $(PY)
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lab test test-all test-weekly electives test-electives keras coverage tour record bench gpu lint doctor clean
+.PHONY: help setup lab test test-all test-weekly electives test-electives keras book coverage tour record bench gpu lint doctor clean
 
 help: ## print what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -84,6 +84,13 @@ keras: .venv-keras/.ready ## train with Keras on two workers, in an environment 
 	@$(PYTHON) -m venv .venv-keras && .venv-keras/bin/python -m pip install -r $< || { echo "The packages for Keras could not be installed (the lines above say why); the other lessons run without."; exit 1; }
 	@touch $@
 
+book: .venv-book/.ready ## render notebooks, READMEs and guides as a book in build/book, to read offline
+	@.venv-book/bin/python -m tests.tools.book
+
+.venv-book/.ready: docs/requirements.txt docs/constraints.txt
+	@$(PYTHON) -m venv .venv-book && .venv-book/bin/python -m pip install -r $< || { echo "The packages for the book could not be installed (the lines above say why); the lessons run without."; exit 1; }
+	@touch $@
+
 # The table comes also if a test fails; then the command fails, too.
 coverage: $(READY) ## run what test-all runs, and print which lines of utils and the scripts it ran
 	@rm -rf build/coverage && mkdir -p build/coverage
@@ -110,4 +117,4 @@ doctor: ## say what this machine can run, and how to mend what it cannot
 	@if [ -x $(PY) ]; then $(RUN) -m utils.doctor; else $(PYTHON) -m utils.doctor; fi
 
 clean: ## remove .venv and build, with the checkpoints and downloaded data in build/storage
-	@rm -rf .venv .venv-keras build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	@rm -rf .venv .venv-keras .venv-book build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -51,6 +51,7 @@ ALLOWED = {
     "the tests run outside .venv, where `make setup` has no say": outside_venv,
     "there is no compiler here": installs_nothing,
     "Prometheus is not installed here": installs_nothing,
+    "Chromium is not installed here": installs_nothing,
     "KubeRay's schemas are not here and cannot be downloaded": no_schemas,
     "not installed: `make electives`": lacks_electives,
     "this user may not mount a disk to fill up": lambda: not may_mount(),

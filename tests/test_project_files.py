@@ -143,7 +143,12 @@ def tools(tmp_path_factory):
 
 @pytest.mark.weekly
 @pytest.mark.parametrize(
-    ("schema", "path"), [("github-workflows", WORKFLOW), ("github-issue-forms", FORM)]
+    ("schema", "path"),
+    [
+        ("github-workflows", WORKFLOW),
+        ("github-workflows", WORKFLOW.with_name("book.yml")),
+        ("github-issue-forms", FORM),
+    ],
 )
 def test_github_understands_it(tools, schema, path, tmp_path):
     check = [tools / "check-jsonschema", "--builtin-schema", f"vendor.{schema}"]
