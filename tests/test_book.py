@@ -138,7 +138,9 @@ def test_hints_and_solutions_are_folded(path):
     cells = lessons.page(path).cells
     checked = [n for c in cells if c.cell_type == "code" for n in checks(c)]
     text = "\n".join(c.source for c in cells if c.cell_type == "markdown")
-    assert text.count("<details") == text.count("</details>") == len(checked)
+    assert text.count("<details") == text.count("</details>")
+    kind = "solution" if path.stem == "solutions" else "hints"
+    assert text.count(f'<details class="{kind}"') == len(checked)
     if path.stem == "solutions":
         folded = re.findall(r'<details class="solution" id="([^"]+)">', text)
         assert folded == [exercises.anchor(name) for name in checked]
@@ -152,6 +154,13 @@ def test_hints_and_solutions_are_folded(path):
         assert solved >= set(checked)
         for name in checked:
             assert f'href="solutions.html#{exercises.anchor(name)}"' in text
+
+
+def test_a_hint_is_plain_text_but_for_its_code(monkeypatch):
+    told = {"a b": ("`x < y` in __init__", "2 * 3 * 4")}
+    monkeypatch.setattr(exercises, "hints", lambda: told)
+    listed = "<ol><li><code>x &lt; y</code> in __init__</li><li>2 * 3 * 4</li></ol>"
+    assert listed in exercises.folded_hints("a b")
 
 
 def checks(cell):

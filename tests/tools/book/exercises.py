@@ -11,6 +11,7 @@ from nbformat.v4 import new_markdown_cell
 from tests.tools.book import ROOT
 
 CHECK = re.compile(r'^check\(\s*"([^"]+)"', re.MULTILINE)
+CODE = re.compile(r"`([^`]+)`")
 HEADING = re.compile(r"\A(?:#+ [^\n]+\n*|From \[[^\]]+\]\([^)]+\)\.\s+)+")
 
 
@@ -41,12 +42,24 @@ def anchor(name: str) -> str:
     return "solution-" + re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-def fold(kind: str, summary: str, body: str, name: str = "") -> str:
-    """Return Markdown that is folded away below a summary."""
+def opening(kind: str, summary: str, name: str = "") -> str:
+    """Return the HTML that folds away what follows, up to `</details>`."""
     label = f' id="{name}"' if name else ""
     summary = html.escape(summary)
-    opened = f'<details class="{kind}"{label}><summary>{summary}</summary>'
-    return f"{opened}\n\n{body}\n\n</details>"
+    return f'<details class="{kind}"{label}><summary>{summary}</summary>'
+
+
+def folded_hints(name: str) -> str:
+    """Return the hints of an exercise, one below the other, and a link to its solution.
+
+    As HTML: a hint is plain text, in which `*` and `__init__` stand for themselves.
+    """
+    steps = [html.escape(hint, quote=False) for hint in hints()[name]]
+    steps = [CODE.sub(r"<code>\1</code>", step) for step in steps]
+    listed = "".join(f"<li>{step}</li>" for step in steps)
+    solution = f'<p><a href="solutions.html#{anchor(name)}">The solution</a></p>'
+    start = opening("hints", f"Hints: {name}")
+    return f"{start}<ol>{listed}</ol>{solution}</details>"
 
 
 def with_hints(cells: list) -> list:
@@ -55,15 +68,7 @@ def with_hints(cells: list) -> list:
     for cell in cells:
         found.append(cell)
         for name in CHECK.findall(cell.source) if cell.cell_type == "code" else ():
-            steps = [html.escape(hint, quote=False) for hint in hints()[name]]
-            body = "\n".join(
-                f"{number}. {step}" for number, step in enumerate(steps, 1)
-            )
-            body = body if len(steps) > 1 else steps[0]
-            body += (
-                f'\n\n<p><a href="solutions.html#{anchor(name)}">Its solution</a></p>'
-            )
-            found.append(new_markdown_cell(fold("hints", f"Hints: {name}", body)))
+            found.append(new_markdown_cell(folded_hints(name)))
     return found
 
 
@@ -78,14 +83,12 @@ def with_folds(cells: list) -> list:
         if cell.cell_type == "markdown" and (head := HEADING.match(cell.source)):
             found += group
             group, inside = [], cell.source.startswith("## ")
-            found.append(new_markdown_cell(head[0]))
+            found.append(new_markdown_cell(head[0].strip()))
             cell = nbformat.from_dict(cell | {"source": cell.source[head.end() :]})
         group.append(cell)
         names = CHECK.findall(cell.source) if cell.cell_type == "code" else []
         if names and inside:
-            opened, closed = fold("solution", names[0], "|", anchor(names[0])).split(
-                "|"
-            )
-            found += [new_markdown_cell(opened), *group, new_markdown_cell(closed)]
+            start = opening("solution", names[0], anchor(names[0]))
+            found += [new_markdown_cell(start), *group, new_markdown_cell("</details>")]
             group = []
     return [cell for cell in found + group if cell.source.strip()]
