@@ -109,6 +109,8 @@ def main() -> int:
     command += ["-b", "html", "-c", str(ROOT / "docs"), "-d", f"{SITE}-doctrees"]
     if status := subprocess.run([*command, str(PAGES), str(SITE)]).returncode:
         return status
+    for template in SITE.glob("_static/*.html"):  # left there by the theme: no pages
+        template.unlink()
     print(f"The book is in {(SITE / 'index.html').relative_to(ROOT)}.")
     return 0
 
