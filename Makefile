@@ -58,7 +58,7 @@ else
 endif
 
 test-all: $(READY) ## run what gates a change: all notebooks, parity, faults, scripts, bad input
-	@$(RUN) -m pytest --nbval $(LANES) -m "not weekly" --note-run=test-all
+	@$(RUN) -m pytest --nbval $(LANES) -m "not weekly and not elective" --note-run=test-all
 
 # A long test may take longer than others may.
 test-weekly: $(READY) ## run what is long and rarely breaks
@@ -94,7 +94,7 @@ book: .venv-book/.ready ## render notebooks, READMEs and guides as a book in bui
 # The table comes also if a test fails; then the command fails, too.
 coverage: $(READY) ## run what test-all runs, and print which lines of utils and the scripts it ran
 	@rm -rf build/coverage && mkdir -p build/coverage
-	@$(RUN) -m coverage run -m pytest --nbval $(LANES) -m "not weekly"; status=$$?; \
+	@$(RUN) -m coverage run -m pytest --nbval $(LANES) -m "not weekly and not elective"; status=$$?; \
 	$(PY) -m coverage combine --quiet && $(PY) -m coverage report; exit $$status
 
 tour: $(READY) ## execute all notebooks in order, and print what each one proved

@@ -277,7 +277,7 @@ def test_lab_listens_on_this_machine_only(clone):
     [
         (["test"], "--nbval -n 2 -m not slow and not weekly --note-run=test"),
         (["test", "PART=02"], "--nbval -n 2 -m part02 and not weekly"),
-        (["test-all"], "--nbval -n 2 -m not weekly --note-run=test-all"),
+        (["test-all"], "--nbval -n 2 -m not weekly and not elective --note-run=test-all"),
         (["test-weekly"], "-m weekly --note-run=test-weekly"),
     ],
 )
@@ -329,7 +329,7 @@ def test_coverage_prints_its_table_also_if_a_test_fails(clone, status):
     found, output, calls = clone.make("coverage", TEST_STATUS=str(status))
     assert bool(found) == bool(status), output
     assert [call for call in calls if call.startswith("python -m coverage")] == [
-        "python -m coverage run -m pytest --nbval -n 2 -m not weekly",
+        "python -m coverage run -m pytest --nbval -n 2 -m not weekly and not elective",
         "python -m coverage combine --quiet",
         "python -m coverage report",
     ]

@@ -28,7 +28,7 @@ from tests.tools.notebooks.execution import end_left_over
 # It ends with the process that started it, whose id it is given: that may be gone by now.
 LOOP = "import os\nwhile os.getppid() == {}: sum(range(100_000))"
 PYTEST = [sys.executable, "-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider"]
-GATED = "not weekly"
+GATED = "not weekly and not elective"
 
 
 class Run(NamedTuple):
