@@ -392,7 +392,8 @@ start_ray(1, address="local")
 import ray
 from ray.util.state import get_log
 node = ray.get_runtime_context().get_node_id()
-print(bool(next(get_log(node_id=node, filename="raylet.out", tail=1))))
+here = ray.get_runtime_context().gcs_address
+print(bool(next(get_log(here, node_id=node, filename="raylet.out", tail=1))))
 """
     done = run(program)
     assert done.stdout.endswith("True\n"), done.stderr

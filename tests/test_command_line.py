@@ -1,6 +1,7 @@
 """utils.command_line: what is wrong with a command line is one sentence, said last."""
 
 import argparse
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -137,6 +138,18 @@ def test_under_torchrun_the_summary_has_the_traceback_of_a_mistake(tmp_path):
     cause = done.stderr[done.stderr.index("Root Cause") :]
     assert f'File "{path}", line 6, in main' in cause
     assert "ValueError: 'dog' is not in list" in cause
+
+
+def test_a_log_file_has_a_line_before_a_run_is_killed(tmp_path):
+    """Python keeps what it prints to a file until there are 8 KiB of it, or an end."""
+    work = "import os, signal; print('this run waits'); os.kill(os.getpid(), 9)"
+    program, log = mistaken(tmp_path, work), tmp_path / "log.txt"
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+    with log.open("w") as file:
+        subprocess.run(
+            [sys.executable, program], env=environment, stdout=file, timeout=PATIENCE
+        )
+    assert log.read_text() == "this run waits\n"
 
 
 def test_batches_larger_than_a_shard_are_refused():

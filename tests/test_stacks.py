@@ -38,6 +38,26 @@ def test_ranks_that_end_do_not_hang():
         stacks.of_hanging(time.sleep, 2, 0.1)
 
 
+def waits_a_while():
+    time.sleep(1.5)
+
+
+def goes_on_later():
+    faulthandler.register(signal.SIGUSR1)
+    waits_a_while()
+    waits_in_vain_then()
+
+
+def waits_in_vain_then():
+    time.sleep(1_000)
+
+
+def test_ranks_that_wait_a_while_do_not_hang_yet():
+    """As before they try again to reach a store, which did not listen yet."""
+    later = "goes_on_later > waits_in_vain_then"
+    assert stacks.of_hanging(goes_on_later, 2) == [later, later]
+
+
 def test_the_newest_of_two_answers_counts():
     old, new = (
         f"Current thread 0x1 (most recent call first):\n"

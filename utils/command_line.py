@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import io
 import json
 import os
 import secrets
@@ -236,9 +237,12 @@ def run(main: Callable[[], None]) -> None:
     Any other exception is a mistake of a program, and keeps its traceback. Under torchrun,
     sentence or traceback go into the file from which torchrun's summary, the last thing
     that it prints, takes the reason. So ranks need not agree on which of them speaks.
+    Each line that is printed reaches a log file at once, also before a wait or a kill.
 
     Source: https://docs.pytorch.org/docs/stable/elastic/errors.html
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
     summary = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not summary:
         _end_with_sentence(main)

@@ -16,7 +16,10 @@ import psutil
 from utils.launch import run_ranks
 
 _HEADING = re.compile(r"^(?:Current thread|Stack) .*most recent call first.*$", re.M)
-_PAUSE = 0.5  # seconds between two looks
+_PAUSE = 0.5  # seconds before a look, and in it
+# Looks that have to agree, over 2 s. A rank that comes to a store before it listens tries
+# again half a second later, and meanwhile all of them stand still.
+_LOOKS = 3
 
 
 def of_hanging(
@@ -24,7 +27,7 @@ def of_hanging(
 ) -> list[str]:
     """Start `work(*args)` on ranks; return each one's calls once all of them stand still.
 
-    That is when all have stopped computing, and two questions in a row get the same
+    That is when all have stopped computing, and three questions in a row get the same
     answer. Then the ranks are ended.
 
     Args:
@@ -44,13 +47,12 @@ def of_hanging(
         folder, deadline = Path(name), time.monotonic() + timeout
         job = pool.submit(run_ranks, _answer_into, num_workers, folder, work, args)
         try:
-            before: Any = None
+            seen: list[Any] = []
             while not job.done() and time.monotonic() < deadline:
                 ranks = [folder / str(rank) for rank in range(num_workers)]
-                now = _look(ranks)
-                if now and now == before:
-                    return now[1]
-                before = now
+                seen.append(_look(ranks))
+                if seen[-1] and seen[-_LOOKS:] == [seen[-1]] * _LOOKS:
+                    return seen[-1][1]
                 time.sleep(_PAUSE)
         finally:
             for path in folder.glob("*.pid"):
@@ -88,11 +90,16 @@ def _look(ranks: list[Path]) -> tuple[float, list[str]] | None:
 
 
 def _answer_into(folder: Path, work: Callable[..., Any], args: tuple) -> Any:
-    """On a rank: send stderr, where faulthandler writes, into a file, and call `work`."""
+    """On a rank: send stderr, where faulthandler writes, into a file, and call `work`.
+
+    All ranks call it at once, however long one of them took to start.
+    """
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until `work` registers it
     own = folder / os.environ["RANK"]
     os.dup2(os.open(own, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
     temporary = own.with_suffix(".tmp")
     temporary.write_text(str(os.getpid()))
     temporary.rename(own.with_suffix(".pid"))
+    while len(list(folder.glob("*.pid"))) < int(os.environ["WORLD_SIZE"]):
+        time.sleep(0.01)
     return work(*args)
