@@ -112,7 +112,8 @@ class Cluster(NamedTuple):
             brought = json.dumps({"env_vars": env_vars})
             command.append(f"--runtime-env-json={brought}")
         command += ["--", sys.executable, *entrypoint]
-        return self.begin(command, scripts.ROOT)
+        # Ray's command keeps the job's lines in its buffer, if it prints to a file
+        return self.begin(command, scripts.ROOT, PYTHONUNBUFFERED="1")
 
 
 @contextlib.contextmanager
