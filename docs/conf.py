@@ -17,6 +17,7 @@ nitpicky = True
 
 # Outputs are those of `make record`: a book is printed, and executes nothing.
 nb_execution_mode = "off"
+nb_render_markdown_format = "gfm"  # outputs have tables, too
 nb_merge_streams = True
 myst_enable_extensions = ["html_image"]  # no TeX: what draws it comes from elsewhere
 myst_heading_anchors = 6  # links to headings work as on GitHub
