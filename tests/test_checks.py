@@ -20,8 +20,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from tests.tools import notebooks
 from utils import checks, memory
-from utils.checks.exercise import cases
+from utils.checks.exercise import cases, join, stands_still
 from utils.errors import BadInput
+from utils.launch import run_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -814,6 +815,28 @@ def test_typical_mistakes_are_named(name, monkeypatch, capsys):
         checks.check(name, mistake)
         reply = capsys.readouterr().out
         assert reply.startswith("Not yet. ") and said in reply, (number, reply)
+
+
+def what_a_rank_alone_sees(operations):
+    rank, _ = join(seconds=2)
+    if rank:
+        return []  # it stays connected until all have returned
+    waiting = [dist.all_reduce(torch.ones(9), async_op=True) for _ in range(operations)]
+    said = []
+    for work in waiting:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_rank_alone_stands_still_whichever_operation_timed_out_first():
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    said = run_ranks(what_a_rank_alone_sees, 2, 4)[0]
+    assert len({words.rpartition("]")[2] for words in said}) > 1  # gloo has two words
+    assert [stands_still(RuntimeError(words)) for words in said] == [True] * 4
+    assert not stands_still(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
 
 
 def test_no_hint_is_the_answer(monkeypatch):

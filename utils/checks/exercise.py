@@ -70,8 +70,13 @@ def join(seconds: float = 20) -> tuple[int, int]:
 
 
 def stands_still(error: RuntimeError) -> bool:
-    """Whether it is gloo's: the others are elsewhere, or have ended."""
-    return "Timed out" in str(error) or "by peer" in str(error)
+    """Whether it is gloo's: the others are elsewhere, or have ended.
+
+    Of several operations that wait at once, one times out and closes the connections of
+    all; which of the two the caller sees is chance.
+    """
+    said = ("Timed out", "Application timeout", "by peer")
+    return any(words in str(error) for words in said)
 
 
 def _is_near(answer: Any, number: float) -> bool:
