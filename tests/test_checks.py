@@ -821,11 +821,11 @@ def what_a_rank_alone_sees(operations):
     rank, _ = join(seconds=2)
     if rank:
         return []  # it stays connected until all have returned
-    waiting = [dist.all_reduce(torch.ones(9), async_op=True) for _ in range(operations)]
+    begun = [dist.all_reduce(torch.ones(9), async_op=True) for _ in range(operations)]
     said = []
-    for work in waiting:
+    for request in begun:
         try:
-            work.wait()
+            request.wait()
         except RuntimeError as error:
             said.append(str(error))
     return said

@@ -136,7 +136,8 @@ def test_two_workers_of_keras_equal_one(tmp_path):
     wrong.parent.mkdir(parents=True)
     wrong.write_text(script)
     shutil.copytree(ROOT / "utils" / "data", tmp_path / "utils" / "data")
-    python = ROOT / ".venv-keras" / "bin" / "python"
+    (tmp_path / "a space").symlink_to(ROOT / ".venv-keras")
+    python = tmp_path / "a space" / "bin" / "python"
     done = subprocess.run(
         [python, wrong], capture_output=True, text=True, timeout=PATIENCE
     )

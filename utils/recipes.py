@@ -46,7 +46,7 @@ def today(line: str, here: str | Path) -> tuple[str, str]:
         try:
             exec(line, names)
         except Exception as error:
-            said = re.sub(r" \(\S*\.py\)", "", str(error))  # where Ray is installed
+            said = re.sub(r" \(.*\.py\)", "", str(error))  # where Ray is installed
             said = re.sub(r"<class '(\S+)'>", r"`\1`", said)
             word = "gone" if re.search(GONE, said) else "refused"
     for message in (str(warning.message) for warning in warned):

@@ -10,6 +10,8 @@ tf-keras, as MultiWorkerMirroredStrategy does not train models of Keras 3.
 
 import argparse
 import os
+import shlex
+import sys
 import tempfile
 from pathlib import Path
 
@@ -113,7 +115,10 @@ def main() -> None:
     parser.add_argument("--num-workers", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=3)
     args = parser.parse_args()
-    ray.init("local", num_cpus=args.num_workers + 1, log_to_driver=False)
+    # Ray does not quote the path of its workers' Python, which may have a space
+    quoted = {"py_executable": shlex.quote(sys.executable)}
+    cpus = args.num_workers + 1
+    ray.init("local", num_cpus=cpus, log_to_driver=False, runtime_env=quoted)
     with tempfile.TemporaryDirectory() as storage:
         many = fit(args.num_workers, args.epochs, storage)
         one = fit(1, args.epochs, storage)
