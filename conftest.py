@@ -39,6 +39,8 @@ _setup, _teardown = IPyNbFile.setup, IPyNbFile.teardown
 
 def pytest_configure(config):
     os.environ["WORKSHOP_STORAGE"] = tempfile.mkdtemp(prefix="workshop-tests-")
+    # nbval's own is a minute, in which a busy host may not start one
+    config.option.nbval_kernel_startup_timeout = PATIENCE
 
 
 def pytest_report_header(config):

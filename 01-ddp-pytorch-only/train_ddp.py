@@ -10,8 +10,10 @@ when a scheduler starts the job again. SIGTERM stops it after a step, saved.
 
 To take this along, put your own dataset into `load_data`, your model and optimizer into
 `build` and your loss into `train_step`, and copy `stopping`, `runs`, `generators`,
-`checkpoint_files` and `errors` of `utils`, which need nothing else of it. Lines that a
-script for one device lacks end in `# NEW`.
+`checkpoint_files` and `errors` of `utils`, which need nothing else of it, and
+`ResumableSampler` of its `datasets`. What else comes from `utils` is the workshop's: its
+models and data, its options, its checks of a machine. Lines that a script for one device
+lacks end in `# NEW`.
 """
 
 import gc
@@ -93,6 +95,7 @@ def train(args, device):
         first = min(at["images"] // global_batch, steps_per_epoch - 1)
         # another order in every epoch
         train_loader.sampler.set_epoch(at["epoch"], first * args.batch_size)  # NEW
+        generators.seed_loader(train_loader, args.seed, at["epoch"])  # NEW
         loss, steps = train_epoch(
             wrapped, optimizer, train_loader, device, stop, args.bf16
         )
@@ -150,12 +153,16 @@ def train_step(model, optimizer, images, labels, bf16=False):
 def evaluate(model, test_set, rank, world_size, device):
     """Return the accuracy over all test images, each counted once, on every rank."""
     model.eval()
-    mine = Subset(test_set, range(rank, len(test_set), world_size))  # nothing padded
-    loader = DataLoader(mine, batch_size=256, generator=torch.Generator())
+    # nothing padded
+    mine = Subset(test_set, range(rank, len(test_set), world_size))  # NEW
+    options = settings.loader_options()
+    loader = DataLoader(mine, batch_size=256, generator=torch.Generator(), **options)
     correct = torch.zeros((), device=device)
     for images, labels in loader:
-        correct += (model(images.to(device)).argmax(dim=1) == labels.to(device)).sum()
-    dist.all_reduce(correct)  # sum over all ranks
+        images = images.to(device, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
+        correct += (model(images).argmax(dim=1) == labels).sum()
+    dist.all_reduce(correct)  # NEW: sum over all ranks
     model.train()
     return correct.item() / len(test_set)
 

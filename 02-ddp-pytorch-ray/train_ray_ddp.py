@@ -10,10 +10,13 @@ that a node will be gone, saves after a step.
 
 To take this along, put your own dataset into `load_data`, your model and optimizer into
 `build` and your loss into `train_step`, and copy `stopping`, `runs`, `generators`,
-`checkpoint_files` and `errors` of `utils`, which need nothing else of it. Lines that a
-script for one device lacks end in `# NEW`.
+`checkpoint_files` and `errors` of `utils`, which need nothing else of it, and
+`ResumableSampler` of its `datasets`. What else comes from `utils` is the workshop's: its
+models and data, its options, its checks of a machine. Lines that a script for one device
+lacks end in `# NEW`.
 """
 
+from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from utils.cluster import start_ray  # sets what Ray reads when it is imported
@@ -86,6 +89,7 @@ def train_fn(config):
         first = min(at["images"] // global_batch, steps_per_epoch - 1)
         # another order in every epoch
         train_loader.sampler.set_epoch(at["epoch"], first * batch_size)  # NEW
+        generators.seed_loader(train_loader, seed, at["epoch"])  # NEW
         loss, steps = train_epoch(wrapped, optimizer, train_loader, stop, bf16)
         at["images"] = (first + steps) * global_batch
         if first + steps == steps_per_epoch:
@@ -94,7 +98,7 @@ def train_fn(config):
             if rank == 0:
                 epoch = f"epoch {at['epoch']}"
                 print(f"{epoch}: loss {loss:.3f}, test accuracy {accuracy:.1%}")
-        report(model, optimizer, at | {"loss": loss}, config["run"])
+        report(model, optimizer, at | {"loss": loss}, config)
         if stop.asked == stopping.STOP:
             break
     return at
@@ -129,21 +133,27 @@ def train_step(model, optimizer, images, labels, bf16=False):
 def evaluate(model, test_set, rank, world_size, device):
     """Return the accuracy over all test images, each counted once, on every rank."""
     model.eval()
-    mine = Subset(test_set, range(rank, len(test_set), world_size))  # nothing padded
-    loader = DataLoader(mine, batch_size=256, generator=torch.Generator())
+    # nothing padded
+    mine = Subset(test_set, range(rank, len(test_set), world_size))  # NEW
+    options = settings.loader_options()
+    loader = DataLoader(mine, batch_size=256, generator=torch.Generator(), **options)
     correct = torch.zeros((), device=device)
     for images, labels in loader:
-        correct += (model(images.to(device)).argmax(dim=1) == labels.to(device)).sum()
-    dist.all_reduce(correct)  # sum over all ranks
+        images = images.to(device, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
+        correct += (model(images).argmax(dim=1) == labels).sum()
+    dist.all_reduce(correct)  # NEW: sum over all ranks
     model.train()
     return correct.item() / len(test_set)
 
 
-def report(model, optimizer, metrics, run):
+def report(model, optimizer, metrics, config):
     """Report to Ray Train, on every rank: it keeps rank 0's metrics and checkpoint."""
-    state = metrics | {"run": run, "generators": generators.states()}  # of all ranks
+    # of all ranks
+    state = metrics | {"run": config["run"], "generators": generators.states()}
     writing = checkpoint_files.explain_writing("The checkpoint")
-    with writing, TemporaryDirectory() as folder:
+    inside = {"dir": config["run_folder"], "prefix": runs.SAVING}
+    with writing, TemporaryDirectory(**inside) as folder:
         checkpoint = None
         if dist.get_rank() == 0:
             state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -168,9 +178,12 @@ def load_latest(model, optimizer, config):
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         generators.restore(state["generators"])
+    at = {name: state[name] for name in at}
     if dist.get_rank() == 0:
-        print(f"goes on after epoch {state['epoch']}")
-    return {name: state[name] for name in at}
+        there = config["checkpoint_dir"] or Path(checkpoint.path).parent
+        done, is_finished = f"epoch {at['epoch']}", at["epoch"] >= config["epochs"]
+        print(runs.begin(there, done, is_finished, at["images"]))
+    return at
 
 
 def main():

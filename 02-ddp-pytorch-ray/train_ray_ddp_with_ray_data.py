@@ -9,8 +9,9 @@ after a step, and what was trained of the epoch so far is trained again.
 
 To take this along, put your decoding into `read_images`, your model and optimizer into
 `build` and your loss into `train_step`, and copy `stopping`, `runs`, `generators`,
-`checkpoint_files` and `errors` of `utils`, which need nothing else of it. Lines that a
-script for one device lacks end in `# NEW`.
+`checkpoint_files` and `errors` of `utils`, which need nothing else of it. What
+else comes from `utils` is the workshop's: its models and data, its options, its checks
+of a machine. Lines that a script for one device lacks end in `# NEW`.
 
 Without --data-path it writes its own data: --data-size-gb GB of augmented digits. The
 dataset may be larger than the memory of the whole cluster: only a few blocks are in
@@ -19,6 +20,7 @@ memory at a time. Tasks on CPUs read and decode while the workers train.
 
 import time
 from functools import partial
+from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from utils.cluster import start_ray  # sets what Ray reads when it is imported
@@ -84,7 +86,7 @@ def train_fn(config):
     model, wrapped, optimizer = build(config["lr"], config["seed"])
     at = load_latest(model, optimizer, config)
     stop = stopping.Stop(config["stop_file"])
-    while at["epoch"] < config["num_epochs"]:
+    while at["epoch"] < config["epochs"]:
         start = time.perf_counter()
         metrics = train_epoch(
             wrapped, optimizer, train_shard, config, at["epoch"], stop
@@ -100,7 +102,7 @@ def train_fn(config):
         if rank == 0:
             said = ", ".join(f"{name} {value:.5g}" for name, value in metrics.items())
             print(f"epoch {at['epoch']}: {said}, {rows_per_s:.0f} rows per second")
-        report(model, optimizer, at | metrics, config["run"])
+        report(model, optimizer, at | metrics, config)
     return at
 
 
@@ -152,16 +154,18 @@ def evaluate(model, test_shard, rank, world_size):
         if number % world_size == rank:
             correct = model(batch["image"]).argmax(dim=1) == batch["label"]
             counts += torch.tensor([correct.sum(), len(correct)], device=device)
-    dist.all_reduce(counts)  # sum over all ranks
+    dist.all_reduce(counts)  # NEW: sum over all ranks
     model.train()
     return (counts[0] / counts[1]).item()
 
 
-def report(model, optimizer, metrics, run):
+def report(model, optimizer, metrics, config):
     """Report to Ray Train, on every rank: it keeps rank 0's metrics and checkpoint."""
-    state = metrics | {"run": run, "generators": generators.states()}  # of all ranks
+    # of all ranks
+    state = metrics | {"run": config["run"], "generators": generators.states()}
     writing = checkpoint_files.explain_writing("The checkpoint")
-    with writing, TemporaryDirectory() as folder:
+    inside = {"dir": config["run_folder"], "prefix": runs.SAVING}
+    with writing, TemporaryDirectory(**inside) as folder:
         checkpoint = None
         if dist.get_rank() == 0:
             state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -186,9 +190,12 @@ def load_latest(model, optimizer, config):
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         generators.restore(state["generators"])
+    at = {name: state[name] for name in at}
     if dist.get_rank() == 0:
-        print(f"goes on after epoch {state['epoch']}")
-    return {name: state[name] for name in at}
+        there = config["checkpoint_dir"] or Path(checkpoint.path).parent
+        done, is_finished = f"epoch {at['epoch']}", at["epoch"] >= config["epochs"]
+        print(runs.begin(there, done, is_finished, at["images"]))
+    return at
 
 
 def fit(args, data, run):
@@ -221,7 +228,7 @@ def main():
             tests = read_images(*parquet.find_parquet(test_path), "fail")
             data["test"] = tests.materialize()
         result = fit(args, data, run)
-    command_line.end_run(result, args.num_epochs, args.checkpoint_dir)
+    command_line.end_run(result, args.epochs, args.checkpoint_dir)
 
 
 if __name__ == "__main__":

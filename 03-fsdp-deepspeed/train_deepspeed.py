@@ -12,8 +12,9 @@ starts the job again. SIGTERM stops it after a step, saved.
 
 To take this along, put your own texts into `train`, your model into `build` and your loss
 into `train_step`, and copy `stopping`, `runs`, `generators`, `checkpoint_files` and
-`errors` of `utils`, which need nothing else of it. Lines that a script for one device
-lacks end in `# NEW`.
+`errors` of `utils`, which need nothing else of it. What else comes from `utils` is the
+workshop's: its model and texts, its options, its checks of a machine. Lines that a script
+for one device lacks end in `# NEW`.
 """
 
 import gc
@@ -58,7 +59,7 @@ def train(args):
     first_step = resume(engine, folder, args)
     losses = train_steps(engine, train_set, first_step, args)
     report = {"first_step": first_step, "losses": losses, "test_loss": None}
-    if first_step + len(losses) == args.steps:
+    if first_step + len(losses) >= args.steps:  # more: fewer are asked for now
         report["test_loss"] = evaluate(engine, test_set, rank, world_size, device)
         if args.export:
             export(engine, last_checkpoint(args.checkpoint_dir), args.export)
@@ -96,10 +97,10 @@ def train_steps(engine, train_set, first_step, args):
     losses = []
     start = time.perf_counter()
     for done in range(first_step + 1, args.steps + 1):
-        batch = datasets.share_of_batch(
+        batch = datasets.share_of_batch(  # NEW
             train_set, done - 1, global_batch, rank, world_size, args.seed
         )
-        inputs, targets = (t.to(device, non_blocking=True) for t in batch)
+        inputs, targets = (settings.send(t, device) for t in batch)
         losses.append(train_step(engine, inputs, targets))
         if done % 20 == 0:  # only then: a GPU has to finish its step for it
             loss = mean_of_ranks(losses[-1:])[0]
@@ -156,7 +157,7 @@ def evaluate(model, test_set, rank, world_size, device, batch_size=16):
         logits = model(inputs).flatten(0, 1).float()
         loss = F.cross_entropy(logits, targets.flatten(), reduction="sum")
         total += loss * bool(mine)
-    dist.all_reduce(total)  # sum over all ranks
+    dist.all_reduce(total)  # NEW: sum over all ranks
     model.train()
     return total.item() / test_set.tensors[1].numel()
 
@@ -173,7 +174,7 @@ def save_checkpoint(engine, step, folder, run=None):
     with checkpoint_files.explain_writing(folder / tag):  # a disk may be full
         # DeepSpeed's rank 0 would write `latest` while another rank may still be writing
         engine.save_checkpoint(folder, tag, client_state=extra, save_latest=False)
-    dist.barrier()
+    dist.barrier()  # NEW
     if dist.get_rank() == 0:
         with checkpoint_files.write_whole(folder / "latest") as file:
             file.write(tag.encode())
@@ -194,7 +195,7 @@ def is_whole(checkpoint):
 def checkpoint_to_load(folder):
     """The last checkpoint, if there is one: what rank 0 finds counts for all."""
     found = [folder and last_checkpoint(folder)]
-    dist.broadcast_object_list(found)
+    dist.broadcast_object_list(found)  # NEW
     return found[0]
 
 
@@ -223,7 +224,7 @@ def export(engine, checkpoint, path):
     """Put the partitions of a checkpoint together in a file that plain PyTorch reads."""
     from deepspeed.utils import zero_to_fp32
 
-    dist.barrier()  # rank 0 reads what every rank wrote
+    dist.barrier()  # NEW: rank 0 reads what every rank wrote
     if dist.get_rank() == 0:
         if engine.zero_optimization_stage() == 0:  # nothing is in partitions
             weights = {k: v.cpu() for k, v in engine.module.state_dict().items()}

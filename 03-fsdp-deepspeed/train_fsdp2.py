@@ -11,8 +11,9 @@ a restart, and when a scheduler starts the job again. SIGTERM stops it after a s
 
 To take this along, put your own texts into `train`, your model into `build` and your loss
 into `train_step`, and copy `stopping`, `runs`, `generators`, `checkpoint_files` and
-`errors` of `utils`, which need nothing else of it. Lines that a script for one device
-lacks end in `# NEW`.
+`errors` of `utils`, which need nothing else of it. What else comes from `utils` is the
+workshop's: its model and texts, its options, its checks of a machine. Lines that a script
+for one device lacks end in `# NEW`.
 """
 
 import gc
@@ -55,7 +56,7 @@ def train(args):
     first_step = resume(model, optimizer, args)
     losses = train_steps(model, optimizer, train_set, first_step, args)
     report = {"first_step": first_step, "losses": losses, "test_loss": None}
-    if first_step + len(losses) == args.steps:
+    if first_step + len(losses) >= args.steps:  # more: fewer are asked for now
         report["test_loss"] = evaluate(model, test_set, rank, world_size, device)
         if args.export:
             export(model, args.export)
@@ -102,10 +103,10 @@ def train_steps(model, optimizer, train_set, first_step, args):
     losses = []
     start = time.perf_counter()
     for done in range(first_step + 1, args.steps + 1):
-        batch = datasets.share_of_batch(
+        batch = datasets.share_of_batch(  # NEW
             train_set, done - 1, global_batch, rank, world_size, args.seed
         )
-        inputs, targets = (t.to(device, non_blocking=True) for t in batch)
+        inputs, targets = (settings.send(t, device) for t in batch)
         losses.append(train_step(model, optimizer, inputs, targets, args.clip))
         if done % 20 == 0:  # only then: a GPU has to finish its step for it
             loss = mean_of_ranks(losses[-1:])[0]
@@ -166,7 +167,7 @@ def evaluate(model, test_set, rank, world_size, device, batch_size=16):
         logits = model(inputs).flatten(0, 1).float()
         loss = F.cross_entropy(logits, targets.flatten(), reduction="sum")
         total += loss * bool(mine)
-    dist.all_reduce(total)  # sum over all ranks
+    dist.all_reduce(total)  # NEW: sum over all ranks
     model.train()
     return total.item() / test_set.tensors[1].numel()
 
@@ -224,7 +225,8 @@ def resume(model, optimizer, args):
     """Load the last checkpoint, if there is one; returns the number of steps done."""
     found = [args.checkpoint_dir and last_checkpoint(args.checkpoint_dir)]
     dist.broadcast_object_list(found)  # NEW: what rank 0 finds counts for all
-    folder, step = found[0], 0
+    folder = found[0]
+    step = 0
     if folder:
         global_batch = args.batch_size * dist.get_world_size()
         step = load_checkpoint(model, optimizer, global_batch, folder, args.run)

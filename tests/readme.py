@@ -93,16 +93,12 @@ def covered() -> dict[str, list[str]]:
 def script_lines() -> list[tuple[Path, list[str]]]:
     """Return the lines that start a script, each with its folder.
 
-    A line with `--resume` comes together with the line above it, whose run it resumes.
     Those that a test only covers are left out: they need machines or data of the reader.
     """
     found, elsewhere = [], covered()
     for command, folder in COMMANDS:
         if SCRIPT.search(command) and command not in elsewhere:
-            if "--resume" in command:
-                found[-1][1].append(command)
-            else:
-                found.append((folder, [command]))
+            found.append((folder, [command]))
     return found
 
 

@@ -122,6 +122,7 @@ def test_pins_are_those_of_the_platform(monkeypatch):
 
 
 @pytest.mark.weekly
+@pytest.mark.xdist_group("ray")
 @pytest.mark.runs("make keras")
 def test_two_workers_of_keras_equal_one(tmp_path):
     command = typed("make keras")

@@ -125,6 +125,8 @@ def test_a_killed_first_save_is_removed_and_nothing_else(tmp_path):
     """Ray has no list then; with one, tests/test_stopping.py removes what it lacks."""
     (tmp_path / "checkpoint_1").mkdir()
     (tmp_path / "checkpoint_1" / "checkpoint.pt").write_bytes(b"half")
+    (tmp_path / ".saving-1").mkdir()
+    (tmp_path / ".saving-1" / "checkpoint.pt").write_bytes(b"half")
     (tmp_path / "stop").touch()
     whole = tmp_path / "checkpoint_2"
     whole.mkdir()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 from tests import scripts, sharding
 from utils import generators
@@ -36,6 +37,31 @@ def test_on_another_number_of_ranks_there_is_nothing_to_go_on_with():
     assert [f for f, _, _ in run_ranks(draw, 3, saved)] == [
         f for f, _, _ in run_ranks(draw, 3)
     ]
+
+
+class Augmented:
+    """Four items that are nothing but noise."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, _) -> float:
+        return torch.rand(()).item()
+
+
+def test_the_processes_of_a_loader_draw_by_rank_and_epoch(monkeypatch):
+    def drawn(rank: int, epoch: int | None) -> tuple[float, ...]:
+        monkeypatch.setattr(generators.dist, "get_rank", lambda: rank)
+        new = torch.Generator()
+        loader = DataLoader(Augmented(), 4, num_workers=1, generator=new)
+        if epoch is not None:
+            generators.seed_loader(loader, 7, epoch)
+        (batch,) = loader
+        return tuple(batch.tolist())
+
+    assert drawn(0, None) == drawn(1, None)  # what new generators lead to
+    found = {drawn(rank, epoch) for rank in (0, 1) for epoch in (0, 1)}
+    assert len(found) == 4 and drawn(1, 1) in found
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

@@ -373,6 +373,39 @@ def test_a_job_loses_its_driver_and_then_a_node(two_nodes, runs):
     assert same_weights(folder, two_nodes.shared / "ddp")
 
 
+DRAIN = """
+import subprocess, sys
+import ray
+ray.init()
+address, *command = sys.argv[1:]
+(node,) = [n["NodeID"] for n in ray.nodes() if n["NodeManagerAddress"] == address]
+notice = ["--deadline-remaining-seconds=20", "--reason-message=a cloud takes it back"]
+notice += ["--reason=DRAIN_NODE_REASON_PREEMPTION", f"--node-id={node}"]
+subprocess.run([*command, "drain-node", *notice], check=True, timeout=300)
+"""
+
+
+@pytest.mark.weekly
+def test_a_notice_saves_in_mid_epoch_and_the_run_ends_as_an_undisturbed_one(tmp_path):
+    with cluster(tmp_path, 3) as there:
+        undisturbed, drained = there.shared / "undisturbed", there.shared / "drained"
+        epochs = ["--epochs", "40"]
+        code, out, err = there.driver(train_ray_ddp(undisturbed, *epochs)).end()
+        assert code == 0, f"{out}{err}"
+        run = there.driver(train_ray_ddp(drained, *epochs))
+        wait_for(lambda: "epoch 1:" in run.out.read_text(), run)
+        node = next(n for n in there.nodes if n.processes("RayTrainWorker"))
+        code, out, err = there.driver(["-c", DRAIN, node.address, *RAY]).end()
+        assert code == 0, f"{out}{err}"
+        code, out, err = run.end()
+        assert code == 0, f"{out}{err}"
+        assert re.search(r"goes on after epoch \d+ of drained, and \d+ images", out), (
+            out
+        )
+        ours, theirs = weights(drained), weights(undisturbed)
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours | theirs)
+
+
 @pytest.mark.weekly
 @pytest.mark.parametrize("brings", [False, True])
 def test_every_script_is_submitted_as_a_job(two_nodes, brings):

@@ -299,25 +299,30 @@ def test_a_checkpoint_of_another_world_size_says_how_to_convert(tmp_path):
 
 
 def test_a_finished_run_starts_again_and_ends_well(tmp_path):
-    """It evaluates, says so, and leaves its checkpoints as they are."""
+    """It evaluates, says so, and leaves its checkpoints alone; asked for less, too."""
 
-    def train(script: Path) -> tuple[dict, str]:
-        sys.argv = [script.name, "--smoke-test", "--steps", "2", "--batch-size", "4"]
+    def train(script: Path, steps: int) -> tuple[dict, str]:
+        sys.argv = [script.name, "--smoke-test", "--batch-size", "4"]
+        sys.argv += ["--steps", str(steps)]
         sys.argv += ["--checkpoint-dir", str(tmp_path / script.stem)]
         module = scripts.load(script)
         with contextlib.redirect_stdout(io.StringIO()) as printed:
-            report = module.train(module.parse_args())
+            report = module.train(args := module.parse_args())
+            torchrun_or_ray.end(args, report)
         return report, printed.getvalue()
 
-    def twice() -> list:
+    def again() -> list:
         dist.init_process_group("gloo")
-        return [(train(script), train(script)) for script in (FSDP2, DEEPSPEED)]
+        scripts_ = (FSDP2, DEEPSPEED)
+        return [[train(script, steps) for steps in (2, 2, 1)] for script in scripts_]
 
-    for (first, _), (second, said) in run_ranks(twice, 2)[0]:
-        assert len(first["losses"]) == 2 and second["losses"] == []
-        assert second["first_step"] == 2
-        assert second["test_loss"] == first["test_loss"]
-        assert "nothing is left to train after step 2 of train_" in said
+    for (first, _), *later in run_ranks(again, 2)[0]:
+        assert len(first["losses"]) == 2
+        for report, said in later:
+            assert report["losses"] == [] and report["first_step"] == 2
+            assert report["test_loss"] == first["test_loss"]
+            assert "nothing is left to train after step 2 of train_" in said
+            assert f"test loss {report['test_loss']:.3f}" in said
 
 
 def test_folders_are_written_to_before_training(tmp_path, monkeypatch):

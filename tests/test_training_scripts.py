@@ -2,6 +2,8 @@
 
 import errno
 import io
+import re
+import shutil
 import sys
 import threading
 from argparse import Namespace
@@ -198,7 +200,7 @@ def test_loaders_of_a_gpu_work_ahead(path, monkeypatch):
     )
     script.load_data("digits", 4, 0)
     assert given[0]["num_workers"] > 0
-    assert given[0]["pin_memory"] and given[0]["persistent_workers"]
+    assert given[0]["pin_memory"]
 
 
 @pytest.mark.parametrize(
@@ -524,7 +526,7 @@ def small_run(path: Path, folder: Path) -> list:
     else:
         script.ray.train.report = lambda metrics, checkpoint: None
         saves, (model, optimizer, _) = counted_saves(script), fixed(0)
-        script.report(model, optimizer, {"epoch": 0}, {})
+        script.report(model, optimizer, {"epoch": 0}, {"run": {}, "run_folder": folder})
     return saves
 
 
@@ -565,7 +567,8 @@ def test_a_checkpoint_is_loaded_to_the_cpu(path, tmp_path, monkeypatch):
     else:
         there = script.ray.train.Checkpoint.from_directory(tmp_path)
         monkeypatch.setattr(script.ray.train, "get_checkpoint", lambda: there)
-        script.load_latest(model, optimizer, {"run": {}})
+        config = {"run": {}, "checkpoint_dir": None, "epochs": 3}
+        script.load_latest(model, optimizer, config)
     assert loaded_to == ["cpu"] * 2  # weights, and states of generators
 
 
@@ -590,3 +593,83 @@ def test_all_ranks_resume_from_what_rank_0_finds(path, tmp_path):
         return loaded[0] if loaded else None
 
     assert run_ranks(found, 2) == [whole, whole]
+
+
+@by_name(IMAGE_SCRIPTS)
+def test_what_a_loader_draws_is_other_on_each_rank_and_in_each_epoch(path):
+    """Its processes draw from the seed of its generator (tests/test_generators.py)."""
+
+    def seeds() -> list[int]:
+        dist.init_process_group("gloo")
+        script, found, cpu = scripts.load(path), [], torch.device("cpu")
+        few = TensorDataset(torch.rand(8, 1, 28, 28), torch.arange(8))
+        script.datasets.load = lambda name, split: few
+
+        def train_epoch(model, optimizer, loader, *_) -> tuple[float, int]:
+            found.append(loader.generator.initial_seed())
+            return 0.0, len(loader)
+
+        script.train_epoch, script.evaluate = train_epoch, lambda *_: 0.0
+        options = {"dataset": "few", "batch_size": 2, "lr": 1e-3, "epochs": 2}
+        options |= {"seed": 0, "checkpoint_dir": None, "run": {}, "bf16": False}
+        if path == scripts.TRAIN_DDP:
+            script.train(Namespace(**options), cpu)
+        else:
+            script.prepare_data_loader, script.get_device = lambda it: it, lambda: cpu
+            script.prepare_model = lambda model, **_: model
+            script.ray.train.get_checkpoint = lambda: None
+            script.report = lambda *_: None
+            script.train_fn(options | {"stop_file": None})
+        return found
+
+    ranks = run_ranks(seeds, 2)
+    assert len({*ranks[0], *ranks[1]}) == 4
+    assert run_ranks(seeds, 2) == ranks
+
+
+@by_name([*IMAGE_SCRIPTS, STREAM])
+def test_noise_goes_on_from_a_checkpoint(path, tmp_path):
+    """What is drawn after loading is what was drawn after saving, on every rank."""
+
+    def draws() -> tuple[list[float], list[float]]:
+        dist.init_process_group("gloo")
+        script, (model, optimizer, _) = scripts.load(path), fixed(0)
+        script.generators.seed_rank(0)
+        at = {"epoch": 1, "images": 0, "accuracy": 0.5}
+        config = {"checkpoint_dir": tmp_path, "run": {}, "keep": 2, "epochs": 3}
+        if path == scripts.TRAIN_DDP:
+            args = Namespace(**config)
+            script.save_checkpoint(args, model, optimizer, at | {"steps": 1})
+        else:
+            whole, copy = tmp_path / "whole", shutil.copytree
+            script.ray.train.report = lambda metrics, checkpoint: (
+                checkpoint and copy(checkpoint.path, whole)
+            )
+            script.report(model, optimizer, at, config | {"run_folder": tmp_path})
+        dist.barrier()
+        undisturbed = torch.rand(3).tolist()
+        if path == scripts.TRAIN_DDP:
+            script.load_checkpoint(args, model, optimizer)
+        else:
+            there = script.ray.train.Checkpoint.from_directory(whole)
+            script.ray.train.get_checkpoint = lambda: there
+            script.load_latest(model, optimizer, config)
+        return undisturbed, torch.rand(3).tolist()
+
+    (one, one_again), (other, other_again) = run_ranks(draws, 2)
+    assert one == one_again != other == other_again
+    assert not list(tmp_path.glob(".saving-*"))
+
+
+@by_name([*IMAGE_SCRIPTS, STREAM, *TEXT_SCRIPTS])
+def test_lines_that_one_device_lacks_are_marked(path):
+    """Each call of a collective, each wrap, each share of the data."""
+    marked, lines = r"# NEW\b", path.read_text().splitlines()
+    new = (
+        r"\bdist\.(?!get_|group|new_group|init_device_mesh)\w+\(|\bDDP\(|fully_shard\("
+    )
+    new += r"|prepare_(model|data_loader)\(|seed_(rank|loader)\(|share_of_batch\("
+    new += r"|Subset\(|\.(set_epoch|initialize|init_distributed)\("
+    found = [line for line in lines if re.search(new, line)]
+    assert len(found) > 3
+    assert [line for line in found if not re.search(marked, line)] == []

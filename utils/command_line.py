@@ -100,7 +100,7 @@ def parse_stream(doc: str) -> argparse.Namespace:
     add = parser.add_argument
     add("--data-size-gb", type=positive, default=1.0, help="GB to generate")
     add("--data-path", help="Parquet files: one, or a folder; local, s3://, gs://")
-    add("--num-epochs", type=count, default=2)
+    add("--num-epochs", dest="epochs", type=count, default=2)
     add("--on-corrupt", choices=("fail", "skip"), default="fail")
     add("--bf16", action="store_true", help=BF16)
     args = parse_workers(parser)
@@ -150,7 +150,8 @@ def find_run(args: argparse.Namespace) -> tuple[str, Path]:
     """Return the name and the folder of a run: Ray goes on with one that has both.
 
     With --checkpoint-dir the name is that of the script; else it is a new run. Notes in
-    `args.stop_file` where its workers look whether they are to stop.
+    `args.run_folder` where it keeps its files, and in `args.stop_file` where its workers
+    look whether they are to stop.
 
     Raises:
         BadInput: --fresh, and the folder holds something; or it cannot be written to.
@@ -162,7 +163,8 @@ def find_run(args: argparse.Namespace) -> tuple[str, Path]:
 
     name, folder = Path(sys.argv[0]).stem, args.checkpoint_dir
     remove_cut_off(folder / name)
-    args.stop_file = folder / name / "stop"
+    args.run_folder = folder / name
+    args.stop_file = args.run_folder / "stop"
     return name, folder
 
 
@@ -171,8 +173,9 @@ def new_run(args: argparse.Namespace) -> tuple[str, Path]:
     folder = storage_path()
     started = time.strftime("%Y-%m-%d_%H-%M-%S")
     name = f"{Path(sys.argv[0]).stem}_{started}_{secrets.token_hex(4)}"
-    (folder / name).mkdir()  # raises if somebody has it
-    args.stop_file = folder / name / "stop"
+    args.run_folder = folder / name
+    args.run_folder.mkdir()  # raises if somebody has it
+    args.stop_file = args.run_folder / "stop"
     return name, folder
 
 

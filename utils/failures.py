@@ -11,6 +11,7 @@ import ray
 import ray.train
 from ray.train import CheckpointConfig, TrainingFailedError, UserCallback
 
+from utils import runs
 from utils.errors import BadInput
 
 UNREADABLE = (OSError, pa.ArrowException)
@@ -57,6 +58,8 @@ def remove_cut_off(run: Path) -> None:
     no list, what can be read stays: a file that was cut off is no zip archive, as
     `torch.save` writes. Call it while nobody trains this run.
     """
+    for path in run.glob(f"{runs.SAVING}*/"):  # before Ray had it
+        shutil.rmtree(path, ignore_errors=True)
     found = set(run.glob("checkpoint_*/"))
     if not found:
         return

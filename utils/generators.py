@@ -5,6 +5,7 @@ and to go on after a restart where it was.
 """
 
 import io
+import random
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,21 @@ def seed_rank(seed: int) -> None:
     Call it after the model is built, whose weights have to be the same on all ranks.
     """
     torch.manual_seed(seed * 100_003 + dist.get_rank() + 1)  # of a GPU, too
+
+
+def seed_loader(loader, seed: int, epoch: int) -> None:
+    """Seed what the processes of a DataLoader draw, by rank and epoch; call it before each.
+
+    They draw from numbers that the loader's own generator gives them. A new one always
+    starts with the same number, so that all ranks would augment alike.
+
+    Args:
+        loader: made with `generator=torch.Generator()`, and without persistent workers.
+        seed: of the training.
+        epoch: from 0 on.
+    """
+    mine = f"{seed} {dist.get_rank()} {epoch}"
+    loader.generator.manual_seed(random.Random(mine).getrandbits(62))
 
 
 def states() -> bytes:

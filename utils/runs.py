@@ -14,6 +14,7 @@ from utils.checkpoint_files import check_writable
 from utils.errors import BadInput
 
 NAME = re.compile(r"step-\d+")
+SAVING = ".saving-"  # begins the name of a folder that is written before Ray takes it
 
 
 def steps(checkpoint: Path) -> int:

@@ -67,7 +67,14 @@ def loader_options() -> dict[str, Any]:
     """
     if device().type == "cpu":  # its cores train
         return {}
-    return {"num_workers": 4, "pin_memory": True, "persistent_workers": True}
+    return {"num_workers": 4, "pin_memory": True}
+
+
+def send(tensor, device):
+    """Return a tensor on `device`; to a GPU from pinned memory, while that computes on."""
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def backend() -> str:

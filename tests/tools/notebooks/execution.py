@@ -38,6 +38,7 @@ def execute(
     client = NotebookClient(
         notebook,
         timeout=CELL_TIMEOUT_S,
+        startup_timeout=CELL_TIMEOUT_S,
         kernel_name="python3",
         resources={"metadata": {"path": str(path.parent)}},
         record_timing=False,
