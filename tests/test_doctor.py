@@ -29,8 +29,9 @@ def run_doctor(python=sys.executable, **environment):
 
 def states(table):
     """The state of every check, by its name, from the printed table."""
+    table = table.partition("\n\n")[0]  # below it are the verdict and the block
     lines = [line for line in table.splitlines() if line[:5].strip()]
-    return {line[6:18].strip(): line[:5].strip() for line in lines[:-1]}
+    return {line[6:18].strip(): line[:5].strip() for line in lines}
 
 
 def program(folder: Path, name: str, script: str) -> Path:
@@ -47,13 +48,13 @@ def test_prints_every_check_and_exits_with_its_verdict():
     checked = states(answer.stdout)
     assert list(checked) == [c.__name__.replace("_", " ") for c in doctor.CHECKS]
     assert set(checked.values()) <= {"ok", "warn", "FAIL"}
-    assert answer.returncode == ("FAIL" in checked.values())
+    assert (answer.returncode > 0) == ("FAIL" in checked.values())
     assert answer.stderr == ""
 
 
 def test_whoever_reads_the_table_knows_which_workshop_it_is_of():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert doctor.workshop() == ("ok", f"{project['version']} in {ROOT}", "")
+    assert doctor.workshop() == doctor.Result("ok", f"{project['version']} in {ROOT}")
 
 
 def test_this_environment_passes_what_does_not_depend_on_the_machine():
@@ -123,7 +124,7 @@ def test_wrong_run_mode(monkeypatch):
 
 
 def test_low_disk_and_memory(monkeypatch):
-    little = SimpleNamespace(free=1.5e9, available=1.5e9)
+    little = SimpleNamespace(free=1.5e9, available=1.5e9, total=8e9)
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: little)
     assert doctor.disk().state == "FAIL"
     assert "1.5 GB free in" in doctor.disk().found
@@ -148,7 +149,7 @@ def test_memory_of_a_container(monkeypatch, tmp_path, limit, cache, free):
     statistics = f"anon 1\nactive_file 3\ninactive_file {int(float(cache))}\nslab 1\n"
     (tmp_path / "memory.stat").write_text(statistics)
     monkeypatch.setattr(doctor, "CGROUP", tmp_path)
-    machine = SimpleNamespace(available=9e9)
+    machine = SimpleNamespace(available=9e9, total=9e9)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: machine)
     assert doctor.memory().found == f"{free:.1f} GB free"
     assert doctor.memory().state == ("ok" if free > doctor.MEMORY_GB else "FAIL")
@@ -220,8 +221,12 @@ def test_ray_of_another_user(monkeypatch):
     monkeypatch.setattr(psutil, "process_iter", lambda attributes: processes)
     result = doctor.ray()
     assert result.state == "warn"
-    assert result.found == "one of somebody is running"
-    monkeypatch.setattr(psutil, "process_iter", lambda attributes: processes[1:])
+    assert result.found == "one of another user is running"
+    mine = {"name": "raylet", "username": psutil.Process().username()}
+    processes[1] = SimpleNamespace(info=mine)
+    monkeypatch.setattr(psutil, "process_iter", lambda attributes: processes)
+    assert doctor.ray().found == "one of yours is running"
+    monkeypatch.setattr(psutil, "process_iter", lambda attributes: [])
     assert doctor.ray().state == "ok"
 
 
@@ -291,3 +296,59 @@ def test_a_check_that_raises_does_not_hide_the_others(monkeypatch, capsys):
     assert doctor.main() == 0
     shown = states(capsys.readouterr().out)
     assert shown == {"broken check": "warn", "python": "ok"}
+
+
+@pytest.mark.parametrize(
+    ("administrator", "status", "said"),
+    [
+        ((), 0, "\nReady.\n"),
+        ((False,), 1, "\n1 to mend before all lessons can run.\n"),
+        ((True,), 2, "\n1 to mend before all lessons can run, 1 of them by an"),
+        ((False, True), 2, "\n2 to mend before all lessons can run, 1 of them by an"),
+    ],
+)
+def test_the_status_says_who_can_mend_it(
+    monkeypatch, capsys, administrator, status, said
+):
+    found = [doctor.Result("FAIL", "so", "do that", who) for who in administrator]
+    checks = []
+    for number, result in enumerate(found):
+        checks.append(lambda result=result: result)
+        checks[-1].__name__ = f"check_{number}"
+    monkeypatch.setattr(doctor, "CHECKS", (doctor.run_mode, *checks))
+    assert doctor.main() == status
+    assert said in capsys.readouterr().out
+
+
+def test_what_an_administrator_has_to_mend(monkeypatch, tmp_path):
+    """A seat that is too small, and an environment that belongs to somebody else."""
+    small = SimpleNamespace(available=1e9, total=2e9)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: small)
+    monkeypatch.setattr(doctor, "CGROUP", tmp_path)
+    assert doctor.memory().administrator
+    monkeypatch.setattr(metadata, "version", lambda name: "0")
+    monkeypatch.setattr(doctor, "in_environment", lambda: True)
+    for mine in (True, False):
+        monkeypatch.setattr(doctor.os, "access", lambda path, mode, mine=mine: mine)
+        result = doctor.packages()
+        assert result.state == "FAIL"
+        assert result.administrator != mine
+
+
+def test_the_block_to_paste_names_nobody(monkeypatch):
+    monkeypatch.setenv("HOME", "/srv/people/ann")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "not-for-others")
+    monkeypatch.setattr(doctor.getpass, "getuser", lambda: "ann")
+    monkeypatch.setattr(doctor.platform, "node", lambda: "seat7")
+    shown = {
+        "workshop": "0.3.0 in /srv/people/ann/w, /home/bob/x, /scratch/ann/ray",
+        "ray": "ray is missing; http://me:pw@seat7:8265 says not-for-others, ann",
+    }
+    results = {name: doctor.Result("FAIL", text) for name, text in shown.items()}
+    block = doctor.to_paste(results | {"disk": doctor.Result("ok", "nothing")})
+    assert block.splitlines()[2:4] == [
+        "FAIL  workshop: 0.3.0 in ~/w, ~/x, /scratch/<name>/ray",
+        "FAIL  ray: ray is missing; http://<secret>@<name>:8265 says <secret>, ann",
+    ]
+    assert block.startswith("--- paste this") and block.endswith("--- end ---")
+    assert "disk" not in block and "commit" in block

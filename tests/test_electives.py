@@ -112,7 +112,7 @@ def test_doctor_knows_the_electives(there, state, found, monkeypatch):
     result = doctor.electives()
     assert result.state == state and found in result.found
     monkeypatch.setattr(electives, "_version", pins.get)
-    assert doctor.electives() == ("ok", f"all {len(pins)} as pinned", "")
+    assert doctor.electives() == doctor.Result("ok", f"all {len(pins)} as pinned")
 
 
 def test_pins_are_those_of_the_platform(monkeypatch):

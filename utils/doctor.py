@@ -2,11 +2,14 @@
 
     python -m utils.doctor
 
-Ends with status 1 if a lesson cannot run. Needs nothing but Python, so that it can tell
-which packages are missing.
+Ends with status 0 if all lessons can run, 1 if you can mend what is missing, and 2 if an
+administrator has to. (`make` ends with 2 for both.) Below the table stands a block to
+paste into a question: no names, secrets or paths of home are in it. Needs nothing but
+Python, so that it can tell which packages are missing.
 """
 
 import contextlib
+import getpass
 import os
 import platform
 import re
@@ -37,11 +40,13 @@ class Result(NamedTuple):
     """Hold what a check found, and how to mend it.
 
     state: "ok", "warn" (slower, or less possible), "FAIL" (a lesson cannot run).
+    administrator: whether only one can mend it.
     """
 
     state: str
     found: str
     mend: str = ""
+    administrator: bool = False
 
 
 def workshop() -> Result:
@@ -75,9 +80,7 @@ def packages() -> Result:
         if not (there == wanted if relation == "==" else _key(there) < _key(wanted)):
             wrong.append(f"{name} is {there}, not {relation}{wanted}")
     if wrong:
-        return Result(
-            "FAIL", "; ".join(wrong), "Install what is pinned: `make -B setup`."
-        )
+        return _installed_wrong("; ".join(wrong), "`make -B setup`")
     return Result("ok", f"all {len(pins)} as pinned in {REQUIREMENTS.name}")
 
 
@@ -104,18 +107,18 @@ def electives() -> Result:
 
 def torch_build() -> Result:
     """Check that torch and torchvision fit each other, by an operator that needs both."""
-    mend = "Install both as pinned, from the same index: `rm -rf .venv && make setup`."
+    mend = "`rm -rf .venv && make setup`, which takes both from the same index"
     try:
         import torch
         import torchvision
 
         torchvision.ops.nms(torch.tensor([[0.0, 0, 1, 1]]), torch.ones(1), 0.5)
     except Exception as error:  # a broken build may raise anything
-        return Result("FAIL", f"cannot be used: {_line(error)}", mend)
+        return _installed_wrong(f"cannot be used: {_line(error)}", mend)
     versions = torch.__version__, torchvision.__version__
     found = "torch {}, torchvision {}".format(*versions)
     if len({version.partition("+")[2] for version in versions}) > 1:
-        return Result("FAIL", f"{found}: two different builds", mend)
+        return _installed_wrong(f"{found}: two different builds", mend)
     return Result("ok", found)
 
 
@@ -140,7 +143,8 @@ def memory() -> Result:
     """Measure the free memory of this machine, or of the container that this is."""
     import psutil
 
-    free = psutil.virtual_memory().available / 1e9
+    machine = psutil.virtual_memory()
+    free, total = machine.available / 1e9, machine.total / 1e9
     limit = CGROUP / "memory.max"
     if limit.exists() and limit.read_text().strip() != "max":
         used = int((CGROUP / "memory.current").read_text())
@@ -148,9 +152,13 @@ def memory() -> Result:
         statistics = (CGROUP / "memory.stat").read_text()
         cache = re.search(r"^inactive_file (\d+)$", statistics, re.MULTILINE)
         used -= int(cache[1]) if cache else 0
+        total = min(total, int(limit.read_text()) / 1e9)
         free = min(free, (int(limit.read_text()) - used) / 1e9)
     if free >= MEMORY_GB:
         return Result("ok", f"{free:.1f} GB free")
+    if total < MEMORY_GB:
+        mend = f"The lessons with Ray need {MEMORY_GB} GB: ask for a larger seat."
+        return Result("FAIL", f"{total:.1f} GB in all", mend, administrator=True)
     mend = f"The lessons with Ray need {MEMORY_GB} GB: close other programs."
     return Result("FAIL", f"{free:.1f} GB free", mend)
 
@@ -257,7 +265,8 @@ def ray() -> Result:
     if not owners:
         return Result("ok", "none is running: the lessons start their own")
     mend = "The lessons leave it alone and start another; RAY_ADDRESS=auto joins it."
-    return Result("warn", f"one of {', '.join(owners)} is running", mend)
+    whose = "yours" if psutil.Process().username() in owners else "another user"
+    return Result("warn", f"one of {whose} is running", mend)
 
 
 def network() -> Result:
@@ -283,20 +292,82 @@ CHECKS += (torch_build, run_mode, cores, memory, disk, gpus, compiler, ray, netw
 
 
 def main() -> int:
-    """Print the table; returns 1 if a lesson cannot run, else 0."""
-    states = []
+    """Print the table, and the block to paste; returns the status to end with."""
+    results = {}
     for check in CHECKS:
         try:
             result = check()
         except Exception as error:  # one check that fails must not hide the others
             result = Result("warn", f"cannot be checked: {_line(error)}")
-        states.append(result.state)
-        start = f"{result.state:<5} {check.__name__.replace('_', ' '):<12} "
+        name = check.__name__.replace("_", " ")
+        results[name] = result
+        start = f"{result.state:<5} {name:<12} "
         _print(start, result.found)
         _print(" " * len(start), result.mend)
-    failed = states.count("FAIL")
-    print(f"\n{failed} to mend before all lessons can run." if failed else "\nReady.")
-    return int(failed > 0)
+    failed = [result for result in results.values() if result.state == "FAIL"]
+    theirs = sum(result.administrator for result in failed)
+    verdict = f"{len(failed)} to mend before all lessons can run"
+    verdict += f", {theirs} of them by an administrator." if theirs else "."
+    print(f"\n{verdict if failed else 'Ready.'}")
+    print(f"\n{to_paste(results)}")
+    return 2 if theirs else int(bool(failed))
+
+
+def to_paste(results: dict[str, Result]) -> str:
+    """Return what a question needs: versions, and all that is not well.
+
+    No name of a user or of this machine, no path of home and no secret is in it.
+    """
+    lines = [f"{platform.system()} {platform.machine()}, commit {_commit()}"]
+    for name, (state, found, *_) in results.items():
+        if state != "ok" or name in ("workshop", "python", "torch build", "run mode"):
+            lines.append(f"{state:<5} {name}: {without_names(found)}")
+    return "\n".join(["--- paste this into a question ---", *lines, "--- end ---"])
+
+
+def without_names(text: str) -> str:
+    """Return a text without secrets, paths of home, and names of user and machine."""
+    for name, value in os.environ.items():
+        if re.search("TOKEN|KEY|SECRET|PASSW|CREDENTIAL", name) and len(value) > 3:
+            text = text.replace(value, "<secret>")
+    text = re.sub(r"//[^/\s@]+@", "//<secret>@", text)  # of an address
+    text = text.replace(str(REQUIREMENTS.parent), "<workshop>")
+    text = re.sub(rf"{re.escape(str(Path.home()))}(?=/|$|\W)", "~", text)
+    text = re.sub(r"/(?:home|Users)/[^/\s,;:]+", "~", text)
+    for name in {_user(), platform.node()} - {""}:
+        # as a part of a path or of an address: a user may be called `ray`
+        text = re.sub(rf"(?<=[/@.]){re.escape(name)}(?![\w-])", "<name>", text)
+    host = re.escape(platform.node())
+    return re.sub(rf"(?<![\w.-]){host}(?=:\d)", "<name>", text) if host else text
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container may give its user no name
+        return ""
+
+
+def _commit() -> str:
+    command = ["git", "-C", REQUIREMENTS.parent, "rev-parse", "--short", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return done.stdout.strip() if done.returncode == 0 else "unknown"
+
+
+def _installed_wrong(found: str, command: str) -> Result:
+    """Say who installs what is pinned: you, where this environment is yours."""
+    if os.access(sys.prefix, os.W_OK) or not in_environment():
+        return Result("FAIL", found, f"Install what is pinned: {command}.")
+    mend = f"This environment is not yours to change: its owner runs {command}."
+    return Result("FAIL", found, mend, administrator=True)
+
+
+def in_environment() -> bool:
+    """Return whether this Python is one of a virtual environment."""
+    return sys.prefix != sys.base_prefix
 
 
 def _print(start: str, text: str) -> None:
