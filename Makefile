@@ -10,7 +10,7 @@ RUN := PATH="$(CURDIR)/.venv/bin:$$PATH" $(PY)
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lab test test-all test-weekly electives test-electives keras book coverage tour record bench gpu lint doctor clean
+.PHONY: help setup lab test test-all test-weekly electives test-electives keras book coverage tour record bench gpu lint doctor clean catch-up update rehearse
 
 help: ## print what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -118,3 +118,14 @@ doctor: ## say what this machine can run, and how to mend what it cannot
 
 clean: ## remove .venv and build, with the checkpoints and downloaded data in build/storage
 	@rm -rf .venv .venv-keras .venv-book build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+
+# A second: what was recorded is put together, and nothing is executed.
+catch-up: $(READY) ## put a solved copy of NOTEBOOK=path beside yours, with outputs
+	@$(RUN) -m tests.tools.catch_up $(or $(NOTEBOOK),$(error Name a lesson, as in 'make catch-up NOTEBOOK=02-ddp-pytorch-ray/01_ray_core.ipynb'))
+
+# Needs no package, so that it also brings other pins.
+update: ## bring corrections of the lessons, and keep what you edited and ran
+	@$(PYTHON) -m tests.tools.update
+
+rehearse: $(READY) ## run each lesson in each seat that SEATS=file lists, and print a table
+	@$(RUN) -m tests.tools.rehearse $(or $(SEATS),$(error Name a file with a seat in each line, as in 'make rehearse SEATS=seats.txt'))

@@ -34,6 +34,8 @@ names += [path.stem for path in ROOT.glob("0*/*.py")]
 os.environ["PYTHONWARNINGS"] = ",".join(
     f"error:::{name.removesuffix('.__init__')}" for name in names
 )
+# What a learner made beside the lessons is not compared with anything.
+collect_ignore_glob = ["*-solved.ipynb", "*-solved-?.ipynb", "*-mine.*", "*-mine-?.*"]
 _setup, _teardown = IPyNbFile.setup, IPyNbFile.teardown
 
 

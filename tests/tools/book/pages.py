@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.tools.book import ROOT
+from tests.tools.notebooks import lessons
 from utils.errors import BadInput
 
 # The target of a link or picture, in Markdown or HTML, up to its anchor.
@@ -32,9 +33,8 @@ def texts() -> list[Path]:
 
 def notebooks() -> list[Path]:
     """Return the notebooks in reading order: a folder's lessons, then its solutions."""
-    return sorted(ROOT.glob("0*/**/[0-9]*.ipynb")) + sorted(
-        ROOT.glob("0*/**/solutions.ipynb")
-    )
+    patterns = ("0*/**/[0-9]*.ipynb", "0*/**/solutions.ipynb")
+    return [path for pattern in patterns for path in lessons(pattern)]
 
 
 def order(page: Path) -> tuple:

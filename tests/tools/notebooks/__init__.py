@@ -12,16 +12,23 @@ import nbformat
 
 ROOT = Path(__file__).parents[3]
 PROOF = "Proved: "
+SOLVED = "-solved"  # in the name of what `make catch-up` puts beside a lesson
 
 
 def all_notebooks() -> list[Path]:
     """The notebooks in reading order; a part's solutions come last."""
-    return sorted(ROOT.glob("0[123]-*/*.ipynb"))
+    return lessons("0[123]-*/*.ipynb")
 
 
 def electives() -> list[Path]:
     """The notebooks that stand beside the route: each needs packages of its own."""
-    return sorted(ROOT.glob("0[123]-*/electives/*.ipynb"))
+    return lessons("0[123]-*/electives/*.ipynb")
+
+
+def lessons(pattern: str) -> list[Path]:
+    """Those that fit a pattern, without what a learner put or kept beside them."""
+    beside = re.compile(rf"(?:{SOLVED}|-mine)(?:-\d+)?$")
+    return [p for p in sorted(ROOT.glob(pattern)) if not beside.search(p.stem)]
 
 
 def needed(path: Path) -> list[str]:
