@@ -13,7 +13,7 @@ from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernel
 from tqdm import tqdm
 
 from tests.tools import notebooks
-from tests.tools.notebooks import outline
+from tests.tools.notebooks import guide, outline
 from tests.tools.notebooks.navigation import with_navigation
 
 CELL_TIMEOUT_S = 900
@@ -116,3 +116,4 @@ def record(paths: list[Path]) -> None:
         nbformat.write(notebook, temporary)
         temporary.replace(path)
     outline.write_rows()
+    guide.write()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import nbformat
 
-from tests.tools.notebooks import all_notebooks, electives, outline, title
+from tests.tools.notebooks import all_notebooks, electives, guide, outline, title
 
 NAVIGATION = re.compile(r"^.*<!-- navigation -->.*\n*", re.MULTILINE)
 
@@ -45,6 +45,7 @@ def link(paths: list[Path]) -> None:
         outline.with_times(notebook)
         nbformat.write(notebook, path)
     outline.write_rows()
+    guide.write()
 
 
 def _link(path: Path) -> str:
