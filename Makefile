@@ -119,13 +119,17 @@ doctor: ## say what this machine can run, and how to mend what it cannot
 clean: ## remove .venv and build, with the checkpoints and downloaded data in build/storage
 	@rm -rf .venv .venv-keras .venv-book build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
-# A second: what was recorded is put together, and nothing is executed.
-catch-up: $(READY) ## put a solved copy of NOTEBOOK=path beside yours, with outputs
+# These install nothing: in a class, whoever is behind must not wait for packages.
+INSTALLED := @[ -x $(PY) ] || { echo "There is no environment in .venv yet: run 'make setup' first."; exit 1; }
+
+catch-up: ## put a solved copy of NOTEBOOK=path beside yours, with outputs
+	$(INSTALLED)
 	@$(RUN) -m tests.tools.catch_up $(or $(NOTEBOOK),$(error Name a lesson, as in 'make catch-up NOTEBOOK=02-ddp-pytorch-ray/01_ray_core.ipynb'))
 
 # Needs no package, so that it also brings other pins.
 update: ## bring corrections of the lessons, and keep what you edited and ran
 	@$(PYTHON) -m tests.tools.update
 
-rehearse: $(READY) ## run each lesson in each seat that SEATS=file lists, and print a table
+rehearse: ## run each lesson in each seat that SEATS=file lists, and print a table
+	$(INSTALLED)
 	@$(RUN) -m tests.tools.rehearse $(or $(SEATS),$(error Name a file with a seat in each line, as in 'make rehearse SEATS=seats.txt'))

@@ -134,10 +134,22 @@ def test_the_learners_notebook_and_earlier_copies_stay(tmp_path, monkeypatch):
         catch_up(part / "solutions.ipynb")
 
 
+@pytest.mark.parametrize("target", ["catch-up", "update", "rehearse"])
+def test_a_class_waits_for_no_packages(target):
+    """Also where the pins are newer than the environment, as after `make update`."""
+    command = ["make", "--dry-run", "--what-if=requirements.txt", target]
+    command += ["NOTEBOOK=a.ipynb", "SEATS=seats.txt"]
+    planned = subprocess.check_output(
+        command, cwd=notebooks.ROOT, text=True, timeout=PATIENCE
+    )
+    assert f"tests.tools.{target.replace('-', '_')}" in planned
+    assert "pip" not in planned and "ipykernel" not in planned
+
+
 def test_the_command_asks_for_a_lesson():
     command = typed("make catch-up NOTEBOOK=02-ddp-pytorch-ray/01_ray_core.ipynb")
     done = subprocess.run(
-        [*command[:2], "READY="],
+        command[:2],
         cwd=notebooks.ROOT,
         capture_output=True,
         text=True,

@@ -18,7 +18,7 @@ LESSON = "01-part/01_tiny.ipynb"
 def seat(folder: Path, source: str) -> Path:
     """A clone with one lesson."""
     (folder / "01-part").mkdir(parents=True)
-    for name in ("tests", "utils", "requirements.txt", "pyproject.toml"):
+    for name in ("tests", "utils", "README.md", "requirements.txt", "pyproject.toml"):
         (folder / name).symlink_to(notebooks.ROOT / name)
     cells = [nbformat.v4.new_markdown_cell("# Tiny")]
     cells.append(nbformat.v4.new_code_cell(source))
@@ -51,7 +51,9 @@ def test_two_seats_one_of_which_fails(tmp_path, monkeypatch, capsys):
     assert re.search(rf"^\| {good} \| 1 s \| \d+ s \|$", printed, re.M)
     row = f"| env A=1 {bad} | **FAILED** | **FAILED** |"
     assert row in printed
-    assert re.search(rf"{bad}, 01/01: {LESSON}, cell 1: .*division by zero", printed)
+    assert re.search(
+        rf"{bad}, 01/01: {LESSON}, cell 1: ZeroDivisionError: division by zero", printed
+    )
     said = "doctor: ask an administrator: FAIL  memory: too little"
     assert said in printed
     assert (good / "build/notebooks" / LESSON).exists()  # a copy was executed

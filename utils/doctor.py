@@ -349,7 +349,7 @@ def _user() -> str:
 
 
 def _commit() -> str:
-    command = ["git", "-C", REQUIREMENTS.parent, "rev-parse", "--short", "HEAD"]
+    command = ["git", "-C", str(REQUIREMENTS.parent), "rev-parse", "--short", "HEAD"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):

@@ -105,6 +105,7 @@ def quoted(folder: str) -> str:
 
 def why(output: str) -> str:
     """Return the line of an output that says what failed: its last one otherwise."""
+    output = re.sub(r"\x1b\[[\d;]*m", "", output)  # colours
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     failed = [line for line in lines if line.startswith("Failed: ")]
     return (failed or lines or ["no output"])[-1].removeprefix("Failed: ")

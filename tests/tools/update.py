@@ -109,7 +109,7 @@ def cells_by_id(notebook: dict) -> dict[str, dict]:
 
 def said(cell: dict | None) -> tuple | None:
     """Return what a person writes into a cell: its kind and source."""
-    return cell and (cell["cell_type"], "".join(cell["source"]))
+    return (cell["cell_type"], "".join(cell["source"])) if cell else None
 
 
 def merged_notebook(base: bytes, mine: bytes, new: bytes) -> bytes:
