@@ -81,12 +81,23 @@ def test_gpus_are_judged_from_the_cluster(monkeypatch, mode, gpus, grows, expect
         assert preflight.gpus_are_elsewhere() == (expected and not here)
 
 
-def test_a_cluster_that_grows_is_not_checked(monkeypatch):
+@pytest.mark.parametrize(("free", "waits"), [({"GPU": 2}, False), ({}, True)])
+def test_a_cluster_that_grows_says_what_a_run_waits_for(
+    monkeypatch, capsys, free, waits
+):
+    """It refuses nothing, and Ray Train writes no traceback per minute either."""
+    held = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
+    monkeypatch.setenv(held, "")  # so that it is as before after this test
+    monkeypatch.delenv(held)
     monkeypatch.setattr(preflight, "own_ray", False)
-
     monkeypatch.setenv("WORKSHOP_AUTOSCALING", "1")
     monkeypatch.setattr(preflight.ray, "nodes", lambda: [])
-    preflight.check_fits(100, {"GPU": 1})
+    for name in ("cluster_resources", "available_resources"):
+        monkeypatch.setattr(preflight.ray, name, lambda: free)
+    preflight.check_fits(2, {"GPU": 1})
+    said = capsys.readouterr().out
+    assert said.count("made room for 2 workers with 1 GPU each") == waits
+    assert (held in os.environ) == waits
 
 
 def test_a_ray_that_does_not_fit_two_workers_and_data_is_refused(started):

@@ -20,15 +20,21 @@ def check_fits(num_workers: int, resources_per_worker: dict[str, float]) -> None
 
     Ray waits for ever for resources that no node has, because a node may join later.
     This looks at every node, as one worker has to fit one node. On a cluster that adds
-    nodes when they are asked for (WORKSHOP_AUTOSCALING=1, and Anyscale) it checks nothing.
-    Where other jobs hold some of that room, it says that the run will wait.
+    nodes when they are asked for (WORKSHOP_AUTOSCALING=1, and Anyscale) it refuses nothing.
+    Where that room is not free now, it says that the run will wait, and for what.
 
     Raises:
         BadInput: they do not fit; says what was asked, what there is, what to change.
     """
-    if grows():
-        return
     needed = {name: n for name, n in resources_per_worker.items() if n > 0}
+    asked = ", ".join(f"{n:g} {name}" for name, n in needed.items())
+    if grows():
+        _say_if_waiting(
+            {name: n * num_workers for name, n in needed.items()},
+            f"until the cluster has made room for {num_workers} workers with {asked} each. "
+            "Beyond the bounds of the cluster it waits for ever: `ray status` shows both",
+        )
+        return
     nodes = [node["Resources"] for node in alive_nodes()]
     room = sum(
         min(
@@ -42,7 +48,6 @@ def check_fits(num_workers: int, resources_per_worker: dict[str, float]) -> None
             ", ".join(f"{node.get(name, 0):g} {name}" for name in needed)
             for node in nodes
         )
-        asked = ", ".join(f"{n:g} {name}" for name, n in needed.items())
         raise BadInput(
             f"This run asks for {num_workers} workers with {asked} each, and the cluster "
             f"has room for {room} (its {len(nodes)} node(s) have {there}): lower the "
@@ -72,14 +77,15 @@ def check_spare_cpus(num_workers: int) -> None:
     _say_if_waiting({"CPU": taken + 1})
 
 
-def _say_if_waiting(needed: dict[str, float]) -> None:
-    """Say that a run will wait for what other jobs of the cluster hold, if it will."""
+def _say_if_waiting(needed: dict[str, float], until: str | None = None) -> None:
+    """Say that a run will wait for what is not free now, if it will, and for what."""
     there, free = ray.cluster_resources(), ray.available_resources()
     for name, n in needed.items():
         if free.get(name, 0) < n:
+            what = until or f"until other jobs have given back enough to make {n:g}"
             print(
-                f"Of the cluster's {there[name]:g} {name}, {free.get(name, 0):g} are free: "
-                f"this run waits until other jobs have given back enough to make {n:g}."
+                f"Of the cluster's {there.get(name, 0):g} {name}, {free.get(name, 0):g} "
+                f"are free: this run waits {what}."
             )
             # else Ray Train writes a traceback for every minute that its workers wait
             os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "3600")
