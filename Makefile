@@ -10,7 +10,7 @@ RUN := PATH="$(CURDIR)/.venv/bin:$$PATH" $(PY)
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lab test test-all test-weekly electives test-electives keras book coverage tour record bench gpu lint doctor clean catch-up update rehearse
+.PHONY: help setup lab test test-all test-weekly electives test-electives keras book coverage tour record bench gpu lint doctor clean catch-up update rehearse wheelhouse
 
 help: ## print what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -24,14 +24,20 @@ $(READY): requirements.txt constraints.txt
 	@$(PYTHON) -c 'import shutil, sys; gb = shutil.disk_usage(".").free / 1e9; sys.exit(None if gb > 10 else f"The packages need 10 GB of free disk, and this folder has {gb:.1f}: free some, then run `make setup` again.")'
 	@if [ -e .venv ] && [ ! -d .venv ]; then echo "There is a file called .venv where the environment belongs: move it away, then run 'make setup' again."; exit 1; fi
 	@if [ -d .venv ] && [ ! -e .venv/.ready ]; then echo "An earlier set-up was interrupted: starting it over."; fi
+	@[ -z "$(WHEELHOUSE)" ] || [ -d "$(WHEELHOUSE)" ] || { echo "There is no folder $(WHEELHOUSE) to install from: 'make wheelhouse' on a machine with a network makes one."; exit 1; }
 	@rm -f $(READY)
-	@if command -v uv >/dev/null; then \
+	@if [ -z "$(WHEELHOUSE)" ] && command -v uv >/dev/null; then \
 	  uv venv --quiet --clear --python "$(PYTHON)" .venv && uv pip install --compile-bytecode --python $(PY) -r requirements.txt; \
 	else \
-	  { $(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv; } && $(PY) -m pip install -r requirements.txt; \
+	  { $(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv; } && $(if $(WHEELHOUSE),PIP_NO_INDEX=1 PIP_FIND_LINKS="$(WHEELHOUSE)" )$(PY) -m pip install -r requirements.txt; \
 	fi || { echo "The packages could not be installed (the lines above say why): mend that, then run 'make setup' again."; exit 1; }
 	@$(PY) -m ipykernel install --prefix .venv --name python3 --display-name "Python (Ray Train)"
 	@touch $(READY)
+
+# setuptools builds this repository's own package, on the other machine, too.
+wheelhouse: ## collect the packages, to install them where there is no network
+	@$(PYTHON) -m venv build/pip && build/pip/bin/python -m pip wheel --wheel-dir build/wheelhouse -r requirements.txt setuptools || { echo "The packages could not be collected (the lines above say why): mend that, then run 'make wheelhouse' again."; exit 1; }
+	@echo "$$(ls build/wheelhouse | wc -l) packages, $$(du -sh build/wheelhouse | cut -f1), are in build/wheelhouse. Copy this folder without .venv to the other machine, and there: make setup WHEELHOUSE=build/wheelhouse"
 
 # Whoever names a Python gets it, or a sentence, also where .venv has been made with another one.
 ifneq ($(origin PYTHON),file)

@@ -245,6 +245,19 @@ def test_uv_is_used_where_it_is(clone):
     assert not any("-m pip" in call for call in calls)
 
 
+def test_from_a_wheelhouse_pip_installs_and_asks_nobody(clone):
+    clone.program("uv", UV)  # does not read what pip reads
+    status, output, _ = clone.make("setup", "WHEELHOUSE=build/wheelhouse")
+    assert status != 0 and "There is no folder build/wheelhouse" in output
+    (clone.folder / "build" / "wheelhouse").mkdir(parents=True)
+    show = 'echo "from $PIP_FIND_LINKS, index $PIP_NO_INDEX" >> "$CALLS"; exit 0 ;;'
+    clone.program("python3", PYTHON.replace('sleep "${INSTALL_SECONDS:-0}";', show, 1))
+    status, output, calls = clone.make("setup", "WHEELHOUSE=build/wheelhouse")
+    assert status == 0, output
+    assert INSTALL in calls and not any(call.startswith("uv") for call in calls)
+    assert "from build/wheelhouse, index 1" in clone.calls.read_text()
+
+
 @pytest.mark.parametrize("target", ["lab", "test", "tour", "record", "doctor"])
 def test_programs_of_the_environment_come_first(clone, target):
     """A notebook's `!torchrun`, and DeepSpeed's ninja, are those of .venv."""
@@ -373,7 +386,7 @@ def test_what_was_collected_before_installs_without_a_network(tmp_path):
     readme = (ROOT / "README.md").read_text()
     (paragraph,) = re.findall(r"^\*\*Without a network\.\*\*.*$", readme, re.MULTILINE)
     quoted = re.findall(r"`([^`]+)`", paragraph)
-    collect, install = [command for command in quoted if " " in command]
+    collect, install = [command for command in quoted if "make " in command]
     folder = tmp_path / "my clone"
     folder.mkdir()
     for name in FILES:
@@ -410,7 +423,9 @@ def test_what_was_collected_before_installs_without_a_network(tmp_path):
         "http_proxy": nowhere,
         "https_proxy": nowhere,
     }
-    (wheel,) = folder.glob("wheels/tqdm-*.whl")
+    assert "are in build/wheelhouse" in collected.stdout
+    shutil.rmtree(folder / "build" / "pip")  # what collected them is not needed
+    (wheel,) = folder.glob("build/wheelhouse/tqdm-*.whl")
     wheel.rename(folder / wheel.name)
     failed = run(install, **alone)
     assert failed.returncode != 0 and "tqdm" in failed.stdout
