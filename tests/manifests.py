@@ -1,12 +1,12 @@
 """What the files of `02-ddp-pytorch-ray/cluster` have to hold beyond a schema: our rules.
 
-A rule takes a manifest and yields a sentence per fault. `clusters` finds the Ray clusters:
-those that are written out, and what Helm makes of the values.
+A rule takes a manifest and yields a sentence per fault. Only what would hurt somebody is
+one: an open door, a lost run, a lesson that never arrives, a bill.
 """
 
-import copy
 import fnmatch
-import itertools
+import functools
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,11 +21,11 @@ CLUSTER = ROOT / "02-ddp-pytorch-ray" / "cluster"
 KUBERAY = CLUSTER / "kuberay"
 CONSTRAINTS = (ROOT / "constraints.txt").read_text()
 RAY = re.search(r"^ray==(\S+)$", CONSTRAINTS, re.MULTILINE)[1]
-HEAD_PORTS = {"gcs-server": 6379, "dashboard": 8265, "metrics": 8080}
-HEAD_PORTS |= {"as-metrics": 44217, "dash-metrics": 44227}
-WORKER_PORTS = {"metrics": 8080}
-HEALTH = {"path": "/api/healthz", "port": 52365}
-UNITS = {"Mi": 2**20, "Gi": 2**30}
+# No commit can name itself, so the commands of the page put both in.
+IMAGE = "registry.example.com/distributed-pytorch:COMMIT"
+DASHBOARD, METRICS = 8265, {8080, 44227}
+UNITS = {"M": 10**6, "G": 10**9, "Mi": 2**20, "Gi": 2**30}
+SECRET = re.compile(r"TOKEN|PASSWORD|SECRET|KEY|CREDENTIAL", re.IGNORECASE)
 
 
 def documents(path: Path) -> list[dict]:
@@ -33,67 +33,59 @@ def documents(path: Path) -> list[dict]:
     every = yaml.load_all(path.read_text(), yaml.CSafeLoader)  # ten times as fast
     found = [each for each in every if each]
     assert found, f"{path} is empty"
+    return json.loads(json.dumps(found))  # without anchors: no two places share a map
+
+
+def built(folder: Path) -> list[dict]:
+    """What `kubectl kustomize` makes of a folder, of the few keys that ours use.
+
+    A patch is a list of operations with a path each (RFC 6902). A key that is not known
+    here raises; test_manifests.py compares with kubectl where that is installed.
+    """
+    (kustomization,) = documents(folder / "kustomization.yaml")
+    names = ("namespace", "nameSuffix", "resources", "patches")
+    namespace, suffix, resources, patches = (kustomization.pop(n, None) for n in names)
+    assert set(kustomization) == {"apiVersion", "kind"}, f"{kustomization} of {folder}"
+    found = []
+    for name in resources:
+        path = folder / name
+        found += built(path) if path.is_dir() else documents(path)
+    for each in found:
+        for patch in patches or []:
+            if patch["target"] == {"kind": each["kind"]}:
+                for operation in yaml.safe_load(patch["patch"]):
+                    apply(operation, each)
+        if each["kind"] != "Namespace":
+            each["metadata"]["name"] += suffix or ""
+            if namespace:
+                each["metadata"]["namespace"] = namespace
     return found
 
 
-def merged(values: dict, more: dict) -> dict:
-    """What Helm makes of two files of values: maps are merged, all else is replaced."""
-    both = copy.deepcopy(values)
-    for key, value in more.items():
-        old = both.get(key)
-        maps = isinstance(old, dict) and isinstance(value, dict)
-        both[key] = merged(old, value) if maps else copy.deepcopy(value)
-    return both
+def apply(operation: dict, document: dict) -> None:
+    """Carry out one "add" or "replace" on a key of a map, in place.
 
-
-def from_helm(values: dict) -> dict:
-    """The RayCluster that the chart ray-cluster 1.7.0 makes of these values.
-
-    Written after its template, helm-chart/ray-cluster/templates/raycluster-cluster.yaml.
+    Raises:
+        KeyError, IndexError: the path does not lead there, or what to replace is not there.
     """
-    image = values["image"]
-
-    def pod(name: str, part: dict) -> dict:
-        env = values["common"]["containerEnv"] + part.get("containerEnv", [])
-        container = {"name": name, "env": env, "imagePullPolicy": image["pullPolicy"]}
-        container["image"] = f"{image['repository']}:{image['tag']}"
-        for key in ("ports", "resources", "securityContext", "volumeMounts"):
-            container[key] = part[key]
-        spec = {"containers": [container], "volumes": part["volumes"]}
-        spec["securityContext"] = part["podSecurityContext"]
-        spec |= {k: part[k] for k in ("nodeSelector", "tolerations") if k in part}
-        return {
-            "rayStartParams": part.get("rayStartParams", {}),
-            "template": {"spec": spec},
-        }
-
-    head, worker = values["head"], values["worker"]
-    names = ("groupName", "replicas", "minReplicas", "maxReplicas")
-    spec = {"headGroupSpec": pod("ray-head", head)}
-    spec["headGroupSpec"]["serviceType"] = values["service"]["type"]
-    for key in ("rayVersion", "enableInTreeAutoscaling", "autoscalerOptions"):
-        spec[key] = head[key]
-    group = {name: worker[name] for name in names} | pod("ray-worker", worker)
-    metadata = {"name": values["fullnameOverride"]}
-    return {
-        "apiVersion": "ray.io/v1",
-        "kind": "RayCluster",
-        "metadata": metadata,
-        "spec": spec | {"workerGroupSpecs": [group]},
-    }
+    words = [word.replace("~1", "/") for word in operation["path"].split("/")[1:]]
+    steps = [int(word) if word.isdigit() else word for word in words]
+    *way, last = steps
+    there = functools.reduce(lambda part, step: part[step], way, document)
+    if operation["op"] == "replace":
+        there[last]
+    else:
+        assert operation["op"] == "add", operation
+    there[last] = operation["value"]
 
 
 def clusters() -> dict[str, dict]:
-    """By the name of its file, the specification of every Ray cluster."""
+    """The specification of every Ray cluster, by the folder that it is built of."""
     found = {}
-    for path in sorted(KUBERAY.glob("ray-*.yaml")):
-        (document,) = documents(path)
-        spec = document["spec"]
-        found[path.name] = spec.get("rayClusterSpec", spec)
-    (values,) = documents(KUBERAY / "helm-values.yaml")
-    (more,) = documents(KUBERAY / "helm-values.gpu.yaml")
-    found["helm-values.yaml"] = from_helm(values)["spec"]
-    found["helm-values.gpu.yaml"] = from_helm(merged(values, more))["spec"]
+    for path in sorted(KUBERAY.glob("*/kustomization.yaml")):
+        for each in built(path.parent):
+            if each["kind"] == "RayCluster":
+                found[path.parent.name] = each["spec"]
     return found
 
 
@@ -120,45 +112,72 @@ def environment(container: dict) -> dict:
 
 def quantity(text: str) -> float:
     """Bytes of an amount of memory, as "8Gi"."""
-    return float(text[:-2]) * UNITS[text[-2:]]
+    number, unit = re.fullmatch(r"(\d+)([MG]i?)", text).groups()
+    return float(number) * UNITS[unit]
 
 
-def image(spec: dict) -> Iterator[str]:
-    """Images come from a registry that is named, at the pinned Ray."""
-    found = [container["image"] for _, _, container in containers(spec)]
-    if len(set(found)) > 1:
-        yield f"pods run different images: {sorted(set(found))}"
-    for name in found:
-        host, _, rest = name.partition("/")
-        if "." not in host or rest.partition(":")[2] != RAY:
-            yield f"image {name}: name the registry, and the tag {RAY}"
+def tag(spec: dict) -> Iterator[str]:
+    """The image is that of a commit, pulled once, with the pinned Ray in it."""
+    for name, _, container in containers(spec):
+        if container["image"] != IMAGE:
+            yield f"{name}: {container['image']} is not {IMAGE}, which the page replaces"
+        if container.get("imagePullPolicy", "IfNotPresent") != "IfNotPresent":
+            yield f"{name}: every start pulls 7 GB, though a commit does not change"
     if spec.get("rayVersion") != RAY:
         yield f"rayVersion is {spec.get('rayVersion')}, and {RAY} is pinned"
 
 
-def resources(spec: dict) -> Iterator[str]:
-    """Requests equal limits, for CPU and memory at least."""
-    all_of_them = [(name, container) for name, _, container in containers(spec)]
-    for name, each in [*all_of_them, ("autoscaler", spec["autoscalerOptions"])]:
-        asked = each.get("resources", {})
-        if not {"cpu", "memory"} <= asked.get("limits", {}).keys():
-            yield f"{name}: limit CPU and memory"
-        if asked.get("requests") != asked.get("limits"):
-            yield f"{name}: requests differ from limits"
+def token(spec: dict) -> Iterator[str]:
+    """Ray asks for a token, which the operator makes."""
+    if spec.get("authOptions", {}).get("mode") != "token":
+        yield "Ray asks for no token: whoever reaches a port runs code"
 
 
-def head_trains_nothing(spec: dict) -> Iterator[str]:
-    """The head offers Ray no CPU and no GPU."""
-    if spec["headGroupSpec"]["rayStartParams"].get("num-cpus") != "0":
-        yield 'the head runs training: set num-cpus to "0"'
-    (_, _, head), *_ = containers(spec)
-    if "nvidia.com/gpu" in head["resources"]["limits"]:
-        yield "the head takes a GPU"
+def no_secret(spec: dict) -> Iterator[str]:
+    """Nothing secret is typed into a manifest."""
+    for name, _, container in containers(spec):
+        for variable, value in environment(container).items():
+            if SECRET.search(variable) and isinstance(value, str):
+                yield f"{name}: {variable} is typed here: take it from a secret"
+
+
+def no_rights(spec: dict) -> Iterator[str]:
+    """What participants run has no rights in Kubernetes, and is no root."""
+    if spec.get("enableInTreeAutoscaling"):
+        yield "the autoscaler's account may change every pod of the namespace"
+    for name, pod, container in containers(spec):
+        if pod.get("automountServiceAccountToken") is not False:
+            yield f"{name}: has a token of Kubernetes"
+        user, own = pod.get("securityContext", {}), container.get("securityContext", {})
+        if not user.get("runAsNonRoot") or not user.get("runAsUser"):
+            yield f"{name}: runs as root"
+        if own.get("allowPrivilegeEscalation") is not False or own.get("privileged"):
+            yield f"{name}: may gain privileges"
+        if own.get("capabilities", {}).get("drop") != ["ALL"]:
+            yield f"{name}: keeps capabilities of root"
+
+
+def closed(spec: dict) -> Iterator[str]:
+    """The head's service is for the inside of the cluster, and Ray Client is not there."""
+    head = spec["headGroupSpec"]
+    own = head.get("headService", {}).get("spec", {}).get("type", "ClusterIP")
+    if {head.get("serviceType", "ClusterIP"), own} != {"ClusterIP"}:
+        yield "the head's service can be reached from outside"
+    if head.get("enableIngress"):
+        yield "the head has an ingress"
+    for name, _, container in containers(spec):
+        found = {port["containerPort"] for port in container.get("ports", [])}
+        if not found or found - {
+            6379,
+            DASHBOARD,
+            *METRICS,
+        }:  # none: KubeRay opens 10001
+            yield f"{name}: opens {sorted(found) or 'what KubeRay opens by default'}"
 
 
 def storage(spec: dict) -> Iterator[str]:
-    """Scripts write to a claim that all pods mount."""
-    (claim,) = documents(KUBERAY / "storage.yaml")
+    """Runs are written to a claim that all pods mount, and that they may write to."""
+    (claim,) = documents(KUBERAY / "room" / "storage.yaml")
     for name, pod, container in containers(spec):
         claims = {
             volume["name"]
@@ -173,235 +192,227 @@ def storage(spec: dict) -> Iterator[str]:
         }
         if environment(container).get("WORKSHOP_STORAGE") not in mounts:
             yield f"{name}: WORKSHOP_STORAGE is not on the shared volume"
-
-
-def normal_user(spec: dict) -> Iterator[str]:
-    """No pod runs as root, and the volume is made writable by its group."""
-    for name, pod, container in containers(spec):
-        user = pod.get("securityContext", {})
-        if not user.get("runAsNonRoot") or not user.get("runAsUser"):
-            yield f"{name}: runs as root"
-        if not user.get("fsGroup"):
+        if not pod.get("securityContext", {}).get("fsGroup"):
             yield f"{name}: fsGroup is missing, so the volume belongs to root"
-        yield from locked_down(name, container)
-    yield from locked_down("autoscaler", spec["autoscalerOptions"])
-
-
-def locked_down(name: str, container: dict) -> Iterator[str]:
-    context = container.get("securityContext", {})
-    if context.get("allowPrivilegeEscalation") is not False or context.get(
-        "privileged"
-    ):
-        yield f"{name}: may gain privileges"
-    if context.get("capabilities", {}).get("drop") != ["ALL"]:
-        yield f"{name}: keeps capabilities of root"
 
 
 def shared_memory(spec: dict) -> Iterator[str]:
     """/dev/shm is in memory, and holds the 30% that Ray takes for objects."""
     for name, pod, container in containers(spec):
-        volumes = {volume["name"]: volume for volume in pod["volumes"]}
-        mounts = {m["mountPath"]: volumes[m["name"]] for m in container["volumeMounts"]}
-        shared = mounts.get("/dev/shm", {}).get("emptyDir", {})
+        shared = mounted(pod, container, "/dev/shm")
         limit = quantity(container["resources"]["limits"]["memory"])
         size = quantity(shared.get("sizeLimit", "0Gi"))
         if shared.get("medium") != "Memory" or not 0.3 * limit <= size <= 0.5 * limit:
             yield f"{name}: /dev/shm is not 30% to 50% of its memory"
 
 
-def ports(spec: dict) -> Iterator[str]:
-    """Ports are Ray's, no others, by the names that KubeRay and the monitors look for."""
-    for name, _, container in containers(spec):
-        found = {port["name"]: port["containerPort"] for port in container["ports"]}
-        wanted = HEAD_PORTS if name == "head" else WORKER_PORTS
-        if found != wanted:
-            yield f"{name}: ports are {found}, not {wanted}"
+def mounted(pod: dict, container: dict, path: str) -> dict:
+    """The empty folder that a container has at a path; {} if there is none."""
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    names = [m["name"] for m in container["volumeMounts"] if m["mountPath"] == path]
+    return volumes[names[0]].get("emptyDir", {}) if names else {}
 
 
-def probes(spec: dict) -> Iterator[str]:
-    """Kubernetes asks Ray for its health, at the address that needs no token."""
-    for name, _, container in containers(spec):
-        for probe in ("livenessProbe", "readinessProbe"):
-            if container.get(probe, {}).get("httpGet") != HEALTH:
-                yield f"{name}: {probe} does not ask {HEALTH}"
+def bounds(spec: dict) -> Iterator[str]:
+    """CPU, memory and disk of every pod have a limit: logs and spilled objects, too."""
+    for name, pod, container in containers(spec):
+        if not {"cpu", "memory"} <= container["resources"].get("limits", {}).keys():
+            yield f"{name}: limit CPU and memory"
+        if not mounted(pod, container, "/tmp/ray").get("sizeLimit"):
+            yield f"{name}: one dataset that spills fills the node's disk"
 
 
-def no_secret(spec: dict) -> Iterator[str]:
-    """Nothing secret is typed into a manifest."""
-    found = [environment(container) for _, _, container in containers(spec)]
-    for variables in [*found, environment(spec["autoscalerOptions"])]:
-        for name, value in variables.items():
-            secret = re.search(r"TOKEN|PASSWORD|SECRET|KEY|CREDENTIAL", name)
-            if secret and isinstance(value, str):
-                yield f"{name} is typed into the manifest: take it from a secret"
+def head(spec: dict) -> Iterator[str]:
+    """The head offers Ray no CPU and no GPU: training there would take all runs along."""
+    (_, _, container), *_ = containers(spec)
+    if spec["headGroupSpec"]["rayStartParams"].get("num-cpus") != "0":
+        yield 'the head runs training: set num-cpus to "0"'
+    if "nvidia.com/gpu" in container["resources"]["limits"]:
+        yield "the head takes a GPU"
 
 
-def not_public(spec: dict) -> Iterator[str]:
-    """The service of the head is for the inside of the cluster."""
-    head = spec["headGroupSpec"]
-    own = head.get("headService", {}).get("spec", {}).get("type", "ClusterIP")
-    if {head.get("serviceType", "ClusterIP"), own} != {"ClusterIP"}:
-        yield "the head's service can be reached from outside"
-    if head.get("enableIngress"):
-        yield "the head has an ingress"
-
-
-def token(spec: dict) -> Iterator[str]:
-    """Ray asks for a token: KubeRay makes it, or all containers get one from a secret."""
-    if spec.get("authOptions", {}).get("mode") == "token":
-        return
-    found = [(name, container) for name, _, container in containers(spec)]
-    for name, each in [*found, ("autoscaler", spec["autoscalerOptions"])]:
-        variables = environment(each)
-        source = variables.get("RAY_AUTH_TOKEN")
-        from_secret = isinstance(source, dict) and "secretKeyRef" in source
-        if variables.get("RAY_AUTH_MODE") != "token" or not from_secret:
-            yield f"{name}: asks for no token"
-
-
-def autoscaling(spec: dict) -> Iterator[str]:
-    """Groups have bounds, and scripts know that the cluster grows."""
-    if not spec.get("enableInTreeAutoscaling"):
-        yield "the cluster does not grow"
-    if not spec["autoscalerOptions"].get("idleTimeoutSeconds"):
-        yield "idle pods are never given back"
-    for group in spec["workerGroupSpecs"]:
-        sizes = [group.get(n, -1) for n in ("minReplicas", "replicas", "maxReplicas")]
-        if sizes != sorted(sizes) or sizes[0] < 0 or not 2 <= sizes[2] <= 16:
-            yield f"group {group['groupName']}: bounds are {sizes}"
-    for name, _, container in containers(spec):
-        if environment(container).get("WORKSHOP_AUTOSCALING") != "1":
-            yield f"{name}: WORKSHOP_AUTOSCALING is not 1"
+def grace(spec: dict) -> Iterator[str]:
+    """A pod that is told to end has the time that Ray announces, and some more."""
+    _, *workers = containers(spec)
+    for name, pod, container in workers:
+        drain = environment(container).get(
+            "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "30"
+        )
+        if pod.get("terminationGracePeriodSeconds", 30) < float(drain) + 15:
+            yield f"{name}: SIGKILL comes before Ray's deadline of {drain} s has passed"
+        if float(drain) < 60:
+            yield f"{name}: {drain} s are too short for a last checkpoint"
 
 
 def gpus(spec: dict) -> Iterator[str]:
-    """Full mode where workers have GPUs, on nodes that have some; smoke elsewhere."""
-    _, *workers = containers(spec)
-    has_gpus = "gpu" in spec["workerGroupSpecs"][0]["groupName"]
-    mode = "full" if has_gpus else "smoke"
-    for name, _, container in containers(spec):
-        if environment(container).get("WORKSHOP_MODE") != mode:
-            yield f"{name}: WORKSHOP_MODE is not {mode}"
+    """Full mode where workers have GPUs; they find a node also if none is alive."""
+    every = list(containers(spec))
+    _, *workers = every
     for name, pod, container in workers:
-        limit = container["resources"]["limits"].get("nvidia.com/gpu")
-        label = pod.get("nodeSelector", {}).get("nvidia.com/gpu.present")
+        has_gpu = "nvidia.com/gpu" in container["resources"]["limits"]
+        modes = {environment(each).get("WORKSHOP_MODE") for _, _, each in every}
+        if modes != {"full" if has_gpu else "smoke"}:
+            yield f"{name}: WORKSHOP_MODE is {modes}"
         tolerated = [each["key"] for each in pod.get("tolerations", [])]
-        wanted = ("1", "true", ["nvidia.com/gpu"]) if has_gpus else (None, None, [])
-        if (limit, label, tolerated) != wanted:
-            yield f"{name}: GPUs, the nodes' label and toleration do not go together"
+        if has_gpu != ("nvidia.com/gpu" in tolerated):
+            yield f"{name}: nodes with GPUs are not tolerated, or others are"
+        if pod.get("nodeSelector"):
+            yield f"{name}: an empty pool has no node with a label, so it never starts"
 
 
-def dashboards(spec: dict) -> Iterator[str]:
-    """Ray's dashboard knows where Prometheus and Grafana are."""
-    (_, _, head), *_ = containers(spec)
-    variables = environment(head)
-    for name in ("RAY_PROMETHEUS_HOST", "RAY_GRAFANA_HOST"):
-        if ".prometheus-system.svc:" not in str(variables.get(name)):
-            yield f"{name} names no service in prometheus-system"
-    if not str(variables.get("RAY_GRAFANA_IFRAME_HOST")).startswith(
-        "http://127.0.0.1:"
+RULES = (tag, token, no_secret, no_rights, closed, storage, shared_memory, bounds)
+RULES += (head, grace, gpus)
+
+
+def faults(spec: dict) -> list[str]:
+    """What the rules find in a Ray cluster, each after its rule's name."""
+    return [f"{rule.__name__}: {fault}" for rule in RULES for fault in rule(spec)]
+
+
+def room_faults(document: dict) -> Iterator[str]:
+    """The namespace refuses root, has bounds, and all nodes mount its volume."""
+    kind, spec = document["kind"], document.get("spec", {})
+    if kind == "Namespace":
+        labels = document["metadata"].get("labels", {})
+        if labels.get("pod-security.kubernetes.io/enforce") != "restricted":
+            yield "the namespace lets pods run as root"
+    elif kind == "ResourceQuota":
+        wanted = {"pods", "limits.cpu", "limits.memory", "requests.nvidia.com/gpu"}
+        if missing := wanted - spec["hard"].keys():
+            yield f"nothing bounds {sorted(missing)}"
+        if spec["hard"].get("services.loadbalancers") != "0":
+            yield "somebody may open a door to the internet"
+    elif kind == "PersistentVolumeClaim" and (
+        spec["accessModes"] != ["ReadWriteMany"] or not spec.get("storageClassName")
     ):
-        yield "RAY_GRAFANA_IFRAME_HOST is not what is forwarded to this machine"
-
-
-RULES = (image, resources, head_trains_nothing, storage, normal_user, shared_memory)
-RULES += (ports, probes, no_secret, not_public, token, autoscaling, gpus, dashboards)
-
-
-def faults(name: str, spec: dict) -> list[str]:
-    """What the rules find in the Ray cluster of a file, each after its rule's name."""
-    rules = [rule for rule in RULES if rule is not probes or "helm" not in name]
-    return [f"{rule.__name__}: {fault}" for rule in rules for fault in rule(spec)]
-
-
-def claim_faults(document: dict) -> Iterator[str]:
-    """The volume is one that many nodes may write to."""
-    spec = document["spec"]
-    if spec["accessModes"] != ["ReadWriteMany"] or not spec.get("storageClassName"):
         yield "the volume cannot be mounted by all nodes"
-    if not spec["resources"]["requests"].get("storage"):
-        yield "the volume has no size"
-
-
-def namespace_faults(document: dict) -> Iterator[str]:
-    """Kubernetes refuses pods of root here."""
-    labels = document["metadata"].get("labels", {})
-    if labels.get("pod-security.kubernetes.io/enforce") != "restricted":
-        yield "the namespace lets pods run as root"
 
 
 def policy_faults(document: dict) -> Iterator[str]:
-    """Every way in is from somewhere that is named, and only Ray pods have all ports."""
+    """Every way in has a name, all ports are for the cluster, and no way goes inside."""
     spec = document["spec"]
-    if spec["podSelector"].get("matchLabels") != {"ray.io/is-ray-node": "yes"}:
-        yield "the policy is not that of Ray pods"
-    if spec.get("policyTypes") != ["Ingress"] or not spec.get("ingress"):
-        yield "the policy lets everybody in, or nobody"
+    own = [{"podSelector": spec["podSelector"]}]
+    if not spec["podSelector"].get("matchLabels", {}).get("ray.io/cluster"):
+        yield "pods of other clusters come in: select by ray.io/cluster"
+    if set(spec.get("policyTypes", [])) != {"Ingress", "Egress"}:
+        yield "one of the two directions is open to all"
     for way in spec.get("ingress", []):
-        labels = [
-            selector.get("matchLabels")
-            for each in way.get("from", [])
-            for selector in each.values()
-        ]
-        among_rays = labels == [{"ray.io/is-ray-node": "yes"}]
-        if not labels or not all(labels):
+        if not way.get("from"):
             yield "somebody without a name may come in"
-        if not way.get("ports") and not among_rays:
-            yield "somebody who is not Ray has all ports"
+        if not way.get("ports") and way.get("from") != own:
+            yield "somebody who is not of this cluster has all ports"
         numbers = {each["port"] for each in way.get("ports", [])}
-        if not numbers <= {*HEAD_PORTS.values()} - {6379}:
+        if not numbers <= {DASHBOARD, *METRICS}:
             yield f"ports {sorted(numbers)} are let through"
-
-
-def monitor_faults(document: dict) -> Iterator[str]:
-    """A monitor looks at the ports of our pods, and is one that Prometheus looks at."""
-    if document["metadata"].get("labels") != {"release": "prometheus"}:
-        yield "Prometheus does not look at this monitor"
-    (namespace,) = documents(KUBERAY / "namespace.yaml")
-    spec = document["spec"]
-    if spec["namespaceSelector"] != {"matchNames": [namespace["metadata"]["name"]]}:
-        yield "the monitor looks into another namespace"
-    node = spec["selector"]["matchLabels"].get("ray.io/node-type")
-    wanted = {"head": HEAD_PORTS, "worker": WORKER_PORTS}.get(node, {})
-    wanted = {port for port in wanted if port.endswith("metrics")}
-    endpoints = spec["podMetricsEndpoints"]
-    if not wanted or {each["port"] for each in endpoints} != wanted:
-        yield f"the monitor of {node} does not look at {sorted(wanted)}"
-    for each in endpoints:
-        labels = [relabel["targetLabel"] for relabel in each.get("relabelings", [])]
-        if labels != ["ray_io_cluster"]:
-            yield "Ray's dashboards cannot tell clusters apart"
+    for way in spec.get("egress", []):
+        for block in [
+            each["ipBlock"] for each in way.get("to", []) if "ipBlock" in each
+        ]:
+            private = {
+                "10.0.0.0/8",
+                "172.16.0.0/12",
+                "192.168.0.0/16",
+                "169.254.0.0/16",
+            }
+            if private - set(block.get("except", [])):
+                yield "what participants run reaches private addresses"
 
 
 def job_faults(document: dict) -> Iterator[str]:
-    """A job runs a script that is there, ends, and has the cluster of its variant."""
-    spec = document["spec"]
-    script = re.search(r"/home/ray/workshop/(\S+\.py)", spec["entrypoint"])
+    """A job can be created twice, runs a script that is there, and not on the head."""
+    spec, metadata = document["spec"], document["metadata"]
+    if "name" in metadata or not metadata.get("generateName"):
+        yield "a second run has the name of the first, and never starts"
+    (cluster,) = [d for d in built(KUBERAY / "cluster") if d["kind"] == "RayCluster"]
+    if spec.get("clusterSelector") != {"ray.io/cluster": cluster["metadata"]["name"]}:
+        yield "the job is not for the standing cluster"
+    if not spec.get("entrypointNumCpus"):
+        yield "the driver runs on the head"
+    script = re.search(r"/opt/workshop/(\S+\.py)", spec["entrypoint"])
     if not script or not (ROOT / script[1]).exists():
         yield f"{spec['entrypoint']!r} runs no script of ours"
-    if not spec.get("shutdownAfterJobFinishes") or not spec.get(
-        "activeDeadlineSeconds"
-    ):
-        yield "the job's cluster stays"
-    group = spec["rayClusterSpec"]["workerGroupSpecs"][0]["groupName"]
-    (cluster,) = documents(KUBERAY / f"ray-cluster.{group}.yaml")
-    if spec["rayClusterSpec"] != cluster["spec"]:
-        yield f"the job's cluster differs from that of ray-cluster.{group}.yaml"
-    submitter = spec["submitterPodTemplate"]
-    (container,) = submitter["spec"]["containers"]
-    (_, _, head), *_ = containers(spec["rayClusterSpec"])
-    if container["image"] != head["image"]:
-        yield "the submitter has another image"
-    if container["resources"]["requests"] != container["resources"]["limits"]:
-        yield "submitter: requests differ from limits"
-    if not submitter["spec"]["securityContext"].get("runAsNonRoot"):
-        yield "submitter: runs as root"
-    yield from locked_down("submitter", container)
-    (policy,) = documents(KUBERAY / "network-policy.yaml")
-    let_in = [each["from"] for each in policy["spec"]["ingress"]]
-    labels = {"matchLabels": submitter["metadata"]["labels"]}
-    if {"podSelector": labels} not in itertools.chain(*let_in):
-        yield "the network policy does not let the submitter in"
+
+
+def seat_faults(values: dict) -> Iterator[str]:
+    """A seat has bounds, a home that hides no lesson, and reaches only Ray inside."""
+    seat = values["singleuser"]
+    name = f"{seat['image']['name']}:{seat['image']['tag']}"
+    if name != IMAGE or seat["image"].get("pullPolicy", "IfNotPresent") == "Always":
+        yield f"{name} is not {IMAGE}, which the page replaces"
+    for what in ("cpu", "memory"):
+        if not seat.get(what, {}).get("limit"):
+            yield f"one person may take all {what} of a node"
+    if not seat.get("extraResource", {}).get("limits", {}).get("ephemeral-storage"):
+        yield "one person may fill a node's disk"
+    room = seat["storage"]
+    volumes, mounts = room.get("extraVolumes", {}), room.get("extraVolumeMounts", {})
+    shared = [m["name"] for m in mounts.values() if m["mountPath"] == "/dev/shm"]
+    memory = volumes.get(shared[0], {}).get("emptyDir", {}) if shared else {}
+    if memory.get("medium") != "Memory" or quantity(memory["sizeLimit"]) < 4 * 2**30:
+        yield "/dev/shm is less than the 4 GiB that Ray asks for"
+    if "/opt/workshop".startswith(room["homeMountPath"]):
+        yield "the home hides the lessons of the image"
+    if seat.get("cloudMetadata", {}).get("blockWithIptables") is not False:
+        yield "a container of root is put before every seat"
+    network = seat.get("networkPolicy", {})
+    if not network.get("enabled", True) or network.get("egressAllowRules"):
+        yield "seats reach more than the chart lets them"
+    for way in network.get("egress", []):
+        numbers = [each["port"] for each in way.get("ports", [])]
+        if numbers != [DASHBOARD] or not way.get("to"):
+            yield f"seats reach {numbers or 'all ports'} of {way.get('to', 'everybody')}"
+
+
+def hub_faults(values: dict) -> Iterator[str]:
+    """No password stands here, nobody opens another's seat, and the night is free."""
+    config = values["hub"]["config"]
+    if any(SECRET.search(key) for part in config.values() for key in part):
+        yield "a password is typed here: give it on the command line"
+    if config["JupyterHub"]["authenticator_class"] == "dummy":
+        yield "anybody may log in with any name"
+    if config["JupyterHub"].get("admin_access") is not False:
+        yield "an administrator's password opens all seats"
+    if config["Authenticator"].get("allow_all"):
+        yield "whoever has the password may take any number of seats"
+    if not config["Authenticator"].get("allowed_users"):
+        yield "nobody may log in"
+    if values["proxy"]["service"]["type"] != "ClusterIP":
+        yield "the password goes over the network without encryption"
+    if not values["cull"].get("maxAge"):
+        yield "a seat with a busy kernel runs all night"
+    yield from seat_faults(values)
+
+
+def gpu_seat_faults(values: dict) -> Iterator[str]:
+    """A seat with a GPU is chosen on purpose, and keeps the other bounds."""
+    profiles = values["singleuser"]["profileList"]
+    defaults = [each for each in profiles if each.get("default")]
+    if len(defaults) != 1 or "kubespawner_override" in defaults[0]:
+        yield "who chooses nothing may get a GPU"
+    for each in profiles:
+        override = each.get("kubespawner_override", {})
+        limits = override.get("extra_resource_limits", {})
+        if override and not {"nvidia.com/gpu", "ephemeral-storage"} <= limits.keys():
+            yield f"{each['display_name']}: a limit is lost, as the whole map is replaced"
+
+
+def monitor_faults(document: dict) -> Iterator[str]:
+    """A monitor looks at ports that are there, and is one that Prometheus looks at."""
+    if document["metadata"].get("labels") != {"release": "prometheus"}:
+        yield "Prometheus does not look at this monitor"
+    spec = document["spec"]
+    if spec["namespaceSelector"] != {"matchNames": ["workshop"]}:
+        yield "the monitor looks into another namespace"
+    node = spec["selector"]["matchLabels"].get("ray.io/node-type", "worker")
+    there = {n.partition(" ")[0]: c for n, _, c in containers(clusters()["cluster"])}
+    container = there["head" if node == "head" else "group"]
+    wanted = {p["name"] for p in container["ports"] if p["name"].endswith("metrics")}
+    if {each["port"] for each in spec["podMetricsEndpoints"]} != wanted:
+        yield f"the monitor of {node} does not look at {sorted(wanted)}"
+    for each in spec["podMetricsEndpoints"]:
+        labels = [relabel["targetLabel"] for relabel in each.get("relabelings", [])]
+        if labels != ["ray_io_cluster"]:
+            yield "Ray's dashboards cannot tell clusters apart"
 
 
 def stack_faults(document: dict) -> Iterator[str]:
@@ -437,9 +448,13 @@ def containerfile_faults(text: str) -> Iterator[str]:
     python = gate_python()
     if bases != [f"python:{python}-slim-bookworm"]:
         yield f"the image is built on {bases}, not on Python {python}"
-    installs = [value for name, value in steps if "pip install" in value]
-    if not any("-r requirements.txt" in value for value in installs):
+    if "-r requirements.txt" not in text:
         yield "the image does not hold what is pinned"
+    if "COPY --chown=ray:ray . ." not in text:
+        yield "the lessons belong to root, and the pod runs as 1000"
+    hub = re.search(r"^jupyterhub==", (CLUSTER / "hub/requirements.txt").read_text())
+    if not hub or "hub/requirements.txt" not in text:
+        yield "the image is no seat: it lacks what the hub starts"
     if [value for name, value in steps if name == "USER"][-1:] != ["1000"]:
         yield "the image runs as root"
 
@@ -475,7 +490,7 @@ def compute_faults(document: dict) -> Iterator[str]:
             yield f"group {group['name']}: the number of workers is not fixed"
 
 
-def seat_faults(document: dict) -> Iterator[str]:
+def workspace_faults(document: dict) -> Iterator[str]:
     """A workspace or job stops by itself, and names files and configurations of ours."""
     ends = document.get("idle_termination_minutes") or document.get("timeout_s")
     if not ends or ends > 3600:
@@ -501,18 +516,20 @@ COVERED = {
     "SECURITY.md": "page",
     "anyscale/Containerfile": anyscale_image_faults,
     "anyscale/compute.*.yaml": compute_faults,
-    "anyscale/workspace.yaml": seat_faults,
-    "anyscale/job.yaml": seat_faults,
-    "kuberay/helm-values*.yaml": "cluster",
-    "kuberay/namespace.yaml": namespace_faults,
-    "kuberay/network-policy.yaml": policy_faults,
-    "kuberay/pod-monitor.yaml": monitor_faults,
-    "kuberay/prometheus-stack-values.yaml": stack_faults,
-    "kuberay/ray-cluster.*.yaml": "cluster",
-    "kuberay/ray-job.*.yaml": job_faults,  # and "cluster", see `clusters`
-    "kuberay/storage.yaml": claim_faults,
+    "anyscale/workspace.yaml": workspace_faults,
+    "anyscale/job.yaml": workspace_faults,
+    "hub/requirements.txt": "page",  # its one version stands there, too
+    "hub/values.yaml": hub_faults,
+    "hub/values.gpu.yaml": gpu_seat_faults,
+    "kuberay/*/kustomization.yaml": "cluster",
+    "kuberay/cluster/network-policy.yaml": policy_faults,
+    "kuberay/cluster/ray-cluster.yaml": "cluster",
+    "kuberay/ray-job.yaml": job_faults,
+    "kuberay/room/*.yaml": room_faults,
     "monitoring/README.md": "page",
+    "monitoring/pod-monitor.yaml": monitor_faults,
     "monitoring/produce.py": "program",  # under the linter
+    "monitoring/prometheus-stack-values.yaml": stack_faults,
     "monitoring/prometheus.yml": prometheus_faults,
 }
 

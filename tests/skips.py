@@ -36,7 +36,7 @@ def installs_nothing() -> bool:
 
 def no_schemas() -> bool:
     """Nobody said where they are: .ci/run does, if they stand beside the checkout."""
-    return "WORKSHOP_KUBERAY_SCHEMAS" not in os.environ
+    return not {"WORKSHOP_KUBERAY_SCHEMAS", "WORKSHOP_HUB_SCHEMA"} <= os.environ.keys()
 
 
 def lacks_electives() -> bool:
@@ -52,7 +52,8 @@ ALLOWED = {
     "there is no compiler here": installs_nothing,
     "Prometheus is not installed here": installs_nothing,
     "Chromium is not installed here": installs_nothing,
-    "KubeRay's schemas are not here and cannot be downloaded": no_schemas,
+    "a chart's schema is not here and cannot be downloaded": no_schemas,
+    "kubectl is not installed here": lambda: "GITHUB_ACTIONS" not in os.environ,
     "not installed: `make electives`": lacks_electives,
     "this user may not mount a disk to fill up": lambda: not may_mount(),
     "this user may not make network namespaces": lambda: not may_mount(),

@@ -1,7 +1,8 @@
 """cluster/: every file fits its schema and our rules, and each rule sees a broken copy.
 
-KubeRay's schemas are in the folder that WORKSHOP_KUBERAY_SCHEMAS names; else they are
-downloaded once, into build/.
+The schemas of KubeRay and of the chart jupyterhub are in the folders that
+WORKSHOP_KUBERAY_SCHEMAS and WORKSHOP_HUB_SCHEMA name; else they are downloaded once, into
+build/.
 """
 
 import copy
@@ -9,6 +10,7 @@ import functools
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 import urllib.request
@@ -20,52 +22,49 @@ import pytest
 import yaml
 
 from tests import manifests
-from tests.manifests import CLUSTER, KUBERAY, RAY, ROOT, documents
+from tests.manifests import CLUSTER, KUBERAY, RAY, ROOT, built, documents
 from tests.patience import PATIENCE
 from utils import checkpoint_files
 
 pytestmark = pytest.mark.part02
-TAG = "v1.7.0"
-CHART = f"https://raw.githubusercontent.com/ray-project/kuberay/{TAG}/helm-chart"
-SCHEMAS = {  # the name of the file in our folder, and where it is in KubeRay's charts
-    "ray.io_rayclusters.yaml": "kuberay-operator/crds/ray.io_rayclusters.yaml",
-    "ray.io_rayjobs.yaml": "kuberay-operator/crds/ray.io_rayjobs.yaml",
-    "ray-cluster.values.yaml": "ray-cluster/values.yaml",
+OPERATOR, CHART = "1.7.0", "4.4.0"
+GITHUB = "https://raw.githubusercontent.com"
+CRDS = f"{GITHUB}/ray-project/kuberay/v{OPERATOR}/helm-chart/kuberay-operator/crds"
+HUB = f"{GITHUB}/jupyterhub/zero-to-jupyterhub-k8s/{CHART}/jupyterhub"
+# By file: the variable that names a folder with it, and where it is else.
+SCHEMAS = {
+    "ray.io_rayclusters.yaml": ("WORKSHOP_KUBERAY_SCHEMAS", CRDS),
+    "ray.io_rayjobs.yaml": ("WORKSHOP_KUBERAY_SCHEMAS", CRDS),
+    "values.schema.yaml": ("WORKSHOP_HUB_SCHEMA", HUB),
+    "values.yaml": ("WORKSHOP_HUB_SCHEMA", HUB),
 }
 KUBERNETES = "1.37"
 ANYSCALE = "anyscale==0.26.112"
 RAY_FILES = Path(importlib.util.find_spec("ray").origin).parent
 PAGES = sorted(CLUSTER.rglob("*.md"))
 FILES = sorted(p for p in CLUSTER.rglob("*") if p.is_file() and p.suffix != ".png")
+FOLDERS = sorted(path.parent for path in KUBERAY.glob("*/kustomization.yaml"))
 CLUSTERS = manifests.clusters()
 
 
 @functools.cache  # where there is no network, it is waited for once
-def schemas() -> Path | None:
-    """The folder with KubeRay's files, at the tag that our pages name."""
-    if named := os.environ.get("WORKSHOP_KUBERAY_SCHEMAS"):
-        return Path(named)
-    folder = ROOT / "build" / f"kuberay-{TAG}"
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in SCHEMAS:
-        if not (folder / name).exists():
-            try:
-                with urllib.request.urlopen(
-                    f"{CHART}/{SCHEMAS[name]}", timeout=PATIENCE
-                ) as file:
-                    content = file.read()
-            except OSError:
-                return None
-            with checkpoint_files.write_whole(folder / name) as file:
-                file.write(content)
-    return folder
-
-
-def schema_text(name: str) -> str:
-    """A file of KubeRay; the test is skipped where it cannot be had."""
-    if schemas() is None:
-        pytest.skip("KubeRay's schemas are not here and cannot be downloaded")
-    return (schemas() / name).read_text()
+def schema(name: str) -> dict:
+    """A schema, at the version that our pages name; skipped where it cannot be had."""
+    variable, address = SCHEMAS[name]
+    folder = Path(os.environ.get(variable, ROOT / "build" / "schemas"))
+    file = folder / name
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with urllib.request.urlopen(
+                f"{address}/{name}", timeout=PATIENCE
+            ) as answer:
+                content = answer.read()
+        except OSError:
+            pytest.skip("a chart's schema is not here and cannot be downloaded")
+        with checkpoint_files.write_whole(file) as writing:
+            writing.write(content)
+    return yaml.load(file.read_text(), yaml.CSafeLoader)
 
 
 def strict(schema):
@@ -82,161 +81,41 @@ def strict(schema):
 
 
 @functools.cache
-def kuberay_validator(kind: str) -> jsonschema.Draft202012Validator:
-    name = {"RayCluster": "ray.io_rayclusters.yaml", "RayJob": "ray.io_rayjobs.yaml"}
-    definition = yaml.load(schema_text(name[kind]), yaml.CSafeLoader)
+def validator(kind: str) -> jsonschema.Draft202012Validator:
+    """Of KubeRay's two kinds, and of the values of the chart jupyterhub."""
+    if kind == "hub":
+        return jsonschema.Draft202012Validator(schema("values.schema.yaml"))
+    definition = schema(f"ray.io_{kind.lower()}s.yaml")
     versions = {each["name"]: each for each in definition["spec"]["versions"]}
-    schema = versions["v1"]["schema"]["openAPIV3Schema"]
-    return jsonschema.Draft202012Validator(strict(schema))
+    return jsonschema.Draft202012Validator(
+        strict(versions["v1"]["schema"]["openAPIV3Schema"])
+    )
 
 
-def schema_faults(document: dict) -> list[str]:
-    """What the schema of its kind says against a manifest."""
-    assert document["apiVersion"] == "ray.io/v1"
-    found = kuberay_validator(document["kind"]).iter_errors(document)
+def schema_faults(kind: str, document: dict) -> list[str]:
+    """What the schema of its kind says against a manifest, or values of the hub."""
+    if kind == "hub":  # Helm asks the schema once ours are in the chart's
+        document = merged(schema("values.yaml"), document)
+    found = validator(kind).iter_errors(document)
     return [f"{'.'.join(map(str, error.path))}: {error.message}" for error in found]
 
 
-def helm_clusters() -> dict[str, dict]:
-    (values,) = documents(KUBERAY / "helm-values.yaml")
-    (more,) = documents(KUBERAY / "helm-values.gpu.yaml")
-    both = manifests.merged(values, more)
-    return {"cpu": manifests.from_helm(values), "gpu": manifests.from_helm(both)}
-
-
-RAY_MANIFESTS = {path.name: documents(path)[0] for path in KUBERAY.glob("ray-*.yaml")}
-RAY_MANIFESTS |= {f"helm {name}": each for name, each in helm_clusters().items()}
-
-
-def test_every_file_is_under_a_rule():
-    assert len(FILES) > 15
-    for path in FILES:
-        assert manifests.rule_of(path), f"no rule for {path}: add it to COVERED"
-    for pattern in manifests.COVERED:
-        assert list(CLUSTER.glob(pattern)), f"{pattern} is the name of no file"
-    assert manifests.rule_of(CLUSTER / "kuberay" / "surprise.yaml") is None
-
-
-@pytest.mark.parametrize("name", RAY_MANIFESTS)
-def test_kuberay_takes_it(name):
-    assert schema_faults(RAY_MANIFESTS[name]) == []
-
-
-BROKEN_FOR_KUBERAY = {
-    "a word is misspelled": lambda spec: spec.update(rayVersoin=RAY),
-    "a mode that is none": lambda spec: spec["authOptions"].update(mode="password"),
-    "no head": lambda spec: spec.pop("headGroupSpec"),
-    "a number for a text": lambda spec: spec["headGroupSpec"]["rayStartParams"].update(
-        {"num-cpus": 0}
-    ),
-    "a key of a container that is none": lambda spec: pod(spec)["containers"][0].update(
-        volumeMount=[]
-    ),
-}
-
-
-def pod(spec: dict, number: int = 0) -> dict:
-    """The specification of the head's pod, or of a group's."""
-    return list(manifests.pods(spec))[number][1]
-
-
-@pytest.mark.parametrize("fault", BROKEN_FOR_KUBERAY)
-@pytest.mark.parametrize("name", ["ray-cluster.cpu.yaml", "ray-job.gpu.yaml"])
-def test_kuberay_refuses(name, fault):
-    broken = copy.deepcopy(RAY_MANIFESTS[name])
-    BROKEN_FOR_KUBERAY[fault](broken["spec"].get("rayClusterSpec", broken["spec"]))
-    assert schema_faults(broken)
-
-
-def kubernetes_objects() -> dict[str, dict]:
-    """What Kubernetes itself has a schema of: our objects, and the pods of Ray."""
-    found = {}
-    for name in ("namespace", "storage", "network-policy"):
-        (found[name],) = documents(KUBERAY / f"{name}.yaml")
-    for file, spec in CLUSTERS.items():
-        for name, each in manifests.pods(spec):
-            found[f"{file}, {name}"] = each
-    for path in KUBERAY.glob("ray-job.*"):
-        template = documents(path)[0]["spec"]["submitterPodTemplate"]
-        found[f"{path.name}, submitter"] = template["spec"]
-    head = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "ray"}}
-    return {n: d if "kind" in d else head | {"spec": d} for n, d in found.items()}
-
-
-OBJECTS = kubernetes_objects()
-
-
-@pytest.mark.parametrize("name", OBJECTS)
-def test_kubernetes_takes_it(name):
-    kubernetes_validate.validate(OBJECTS[name], KUBERNETES, strict=True)
-
-
-@pytest.mark.parametrize(
-    ("name", "path", "value"),
-    [
-        ("storage", ["spec", "accessMode"], ["ReadWriteMany"]),
-        ("network-policy", ["spec", "ingress", 0, "form"], []),
-        ("namespace", ["metadata", "labels"], "restricted"),
-        ("ray-cluster.cpu.yaml, head", ["spec", "securityContext", "fsGroup"], "ray"),
-        ("helm-values.gpu.yaml, group gpu", ["spec", "toleration"], []),
-    ],
-)
-def test_kubernetes_refuses(name, path, value):
-    broken = copy.deepcopy(OBJECTS[name])
-    *way, last = path
-    functools.reduce(lambda part, key: part[key], way, broken)[last] = value
-    with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(broken, KUBERNETES, strict=True)
-
-
-def chart_keys() -> set[str]:
-    """The keys of the chart, as "head.ports": in values.yaml many are commented out."""
-    found, top = set(), None
-    for line in schema_text("ray-cluster.values.yaml").splitlines():
-        if match := re.match(r"(\w+):", line):
-            top = match[1]
-            found.add(top)
-        elif match := re.match(r"  (?:# )?(\w+):(?: \S*)?$", line):
-            found.add(f"{top}.{match[1]}")
+def cluster(folder: str = "cluster") -> dict:
+    (found,) = [d for d in built(KUBERAY / folder) if d["kind"] == "RayCluster"]
     return found
 
 
-def unknown_keys(values: dict) -> set[str]:
-    used = {
-        f"{top}.{key}"
-        for top, part in values.items()
-        if isinstance(part, dict)
-        for key in part
-    }
-    return {*values, *used} - chart_keys()
-
-
-@pytest.mark.parametrize(
-    "path", sorted(KUBERAY.glob("helm-values*.yaml")), ids=lambda p: p.name
-)
-def test_the_chart_knows_our_values(path):
-    (values,) = documents(path)
-    assert unknown_keys(values) == set()
-    broken = values | {"heads": {}, "worker": values["worker"] | {"maxReplica": 3}}
-    broken["worker"]["livenessProbe"] = {}
-    assert unknown_keys(broken) == {
-        "heads",
-        "worker.maxReplica",
-        "worker.livenessProbe",
-    }
-
-
-@pytest.mark.parametrize("name", CLUSTERS)
-def test_a_ray_cluster_is_under_our_rules(name):
-    assert manifests.faults(name, CLUSTERS[name]) == []
-
-
 def head(spec):
-    return pod(spec)["containers"][0]
+    return next(manifests.containers(spec))[2]
+
+
+def pod(spec):
+    """The specification of the first worker's pod."""
+    return list(manifests.pods(spec))[1][1]
 
 
 def worker(spec):
-    return pod(spec, 1)["containers"][0]
+    return pod(spec)["containers"][0]
 
 
 def variable(container, name, value):
@@ -256,37 +135,180 @@ def set_in(*path_and_value):
     return breaks
 
 
-HEAD_POD = ("headGroupSpec", "template", "spec")
+def test_every_file_is_under_a_rule():
+    assert len(FILES) > 15
+    for path in FILES:
+        assert manifests.rule_of(path), f"no rule for {path}: add it to COVERED"
+    for pattern in manifests.COVERED:
+        assert list(CLUSTER.glob(pattern)), f"{pattern} is the name of no file"
+    assert manifests.rule_of(CLUSTER / "kuberay" / "surprise.yaml") is None
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
+def test_kubectl_builds_what_these_tests_look_at(folder):
+    """kubectl has kustomize built in, and needs no cluster for that."""
+    if not shutil.which("kubectl"):
+        pytest.skip("kubectl is not installed here")
+    text = subprocess.check_output(["kubectl", "kustomize", folder], timeout=PATIENCE)
+    theirs = [each for each in yaml.safe_load_all(text) if each]
+
+    def name(document):
+        return document["kind"], document["metadata"]["name"]
+
+    assert sorted(theirs, key=name) == sorted(built(folder), key=name)
+
+
+def test_a_patch_that_leads_nowhere_is_seen():
+    for path in ("/spec/gone", "/spec/workerGroupSpecs/1/replicas"):
+        with pytest.raises((KeyError, IndexError)):
+            manifests.apply({"op": "replace", "path": path, "value": 1}, cluster())
+
+
+@pytest.mark.parametrize("folder", CLUSTERS)
+def test_kuberay_takes_a_cluster(folder):
+    assert schema_faults("RayCluster", cluster(folder)) == []
+
+
+def test_kuberay_takes_the_job():
+    (job,) = documents(KUBERAY / "ray-job.yaml")
+    assert schema_faults("RayJob", job) == []
+    assert schema_faults("RayJob", job | {"spec": job["spec"] | {"entrypoints": "x"}})
+
+
+BROKEN_FOR_KUBERAY = {
+    "a word is misspelled": lambda spec: spec.update(rayVersoin=RAY),
+    "a mode that is none": lambda spec: spec["authOptions"].update(mode="password"),
+    "no head": lambda spec: spec.pop("headGroupSpec"),
+    "a number for a text": set_in("headGroupSpec", "rayStartParams", {"num-cpus": 0}),
+    "a key of a container that is none": lambda spec: head(spec).update(volumeMount=[]),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN_FOR_KUBERAY)
+def test_kuberay_refuses(fault):
+    broken = cluster()
+    BROKEN_FOR_KUBERAY[fault](broken["spec"])
+    assert schema_faults("RayCluster", broken)
+
+
+def merged(values: dict, more: dict) -> dict:
+    """What Helm makes of two files of values: maps are merged, all else is replaced."""
+    both = copy.deepcopy(values)
+    for key, value in more.items():
+        old = both.get(key)
+        maps = isinstance(old, dict) and isinstance(value, dict)
+        both[key] = merged(old, value) if maps else copy.deepcopy(value)
+    return both
+
+
+def test_the_hub_takes_our_values():
+    (values,) = documents(CLUSTER / "hub" / "values.yaml")
+    (more,) = documents(CLUSTER / "hub" / "values.gpu.yaml")
+    for each in (values, merged(values, more)):
+        assert schema_faults("hub", each) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (["singleuser", "memory", "limits"], "10G"),
+        (["singleuser", "storage", "homeMount"], "/home/ray"),
+        (["cull", "timeout"], "2h"),
+        (["singleusers"], {}),
+        (["singleuser", "networkPolicy", "egressAllowRules"], {"private": True}),
+    ],
+    ids=lambda value: ".".join(value) if isinstance(value, list) else "",
+)
+def test_the_hub_refuses(path, value):
+    (values,) = documents(CLUSTER / "hub" / "values.yaml")
+    set_in(*path, value)(values)
+    assert schema_faults("hub", values)
+
+
+def kubernetes_objects() -> dict[str, dict]:
+    """What Kubernetes itself has a schema of: our objects, and the pods of Ray."""
+    found = {}
+    for folder in FOLDERS:
+        for each in built(folder):
+            if each["apiVersion"] != "ray.io/v1":
+                found[f"{folder.name}, {each['kind']}"] = each
+    start = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "ray"}}
+    for folder, spec in CLUSTERS.items():
+        for name, each in manifests.pods(spec):
+            found[f"{folder}, {name}"] = start | {"spec": each}
+    return found
+
+
+OBJECTS = kubernetes_objects()
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_kubernetes_takes_it(name):
+    kubernetes_validate.validate(OBJECTS[name], KUBERNETES, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "value"),
+    [
+        ("room, PersistentVolumeClaim", ["spec", "accessMode"], ["ReadWriteMany"]),
+        ("room, ResourceQuota", ["spec", "hard"], "all"),
+        ("gpu, NetworkPolicy", ["spec", "ingress", 0, "form"], []),
+        ("room, Namespace", ["metadata", "labels"], "restricted"),
+        ("gpu, head", ["spec", "securityContext", "fsGroup"], "ray"),
+        ("cluster, group workers", ["spec", "toleration"], []),
+    ],
+)
+def test_kubernetes_refuses(name, path, value):
+    broken = copy.deepcopy(OBJECTS[name])
+    set_in(*path, value)(broken)
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(broken, KUBERNETES, strict=True)
+
+
+@pytest.mark.parametrize("folder", CLUSTERS)
+def test_a_ray_cluster_is_under_our_rules(folder):
+    assert manifests.faults(CLUSTERS[folder]) == []
+
+
 POD = ("workerGroupSpecs", 0, "template", "spec")
 BOX = (*POD, "containers", 0)
+HEAD = ("headGroupSpec", "template", "spec")
+DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
 BROKEN = [
-    ("image", "the newest", set_in(*BOX, "image", "registry.example.com/ray:latest")),
-    ("image", "no tag", set_in(*BOX, "image", "registry.example.com/ray")),
-    ("image", "no registry", set_in(*BOX, "image", f"ray:{RAY}")),
-    ("image", "another Ray", set_in("rayVersion", "2.59.0")),
-    ("resources", "no limits", set_in(*BOX, "resources", "limits", {"memory": "8Gi"})),
-    ("resources", "less asked", set_in(*BOX, "resources", "requests", "cpu", "1")),
-    ("resources", "autoscaler", set_in("autoscalerOptions", "resources", {})),
+    ("tag", "of Ray", set_in(*BOX, "image", f"registry.example.com/ray:{RAY}")),
+    ("tag", "pulled each time", set_in(*BOX, "imagePullPolicy", "Always")),
+    ("tag", "another Ray", set_in("rayVersion", "2.59.0")),
+    ("token", "switched off", set_in("authOptions", {"mode": "disabled"})),
+    ("token", "not said", lambda spec: spec.pop("authOptions")),
+    ("no_secret", "typed", lambda spec: variable(head(spec), "AWS_SECRET_KEY", "abc")),
+    ("no_rights", "autoscaler", set_in("enableInTreeAutoscaling", True)),
     (
-        "head_trains_nothing",
-        "two CPUs",
-        set_in("headGroupSpec", "rayStartParams", {"num-cpus": "2"}),
+        "no_rights",
+        "a token",
+        lambda spec: pod(spec).pop("automountServiceAccountToken"),
     ),
-    ("head_trains_nothing", "all CPUs", set_in("headGroupSpec", "rayStartParams", {})),
+    ("no_rights", "root", set_in(*POD, "securityContext", "runAsUser", 0)),
     (
-        "head_trains_nothing",
-        "a GPU",
-        lambda spec: head(spec)["resources"]["limits"].update({"nvidia.com/gpu": "1"}),
+        "no_rights",
+        "may be root",
+        set_in(*POD, "securityContext", "runAsNonRoot", False),
     ),
+    ("no_rights", "privileged", set_in(*BOX, "securityContext", "privileged", True)),
+    ("no_rights", "capable", set_in(*BOX, "securityContext", "capabilities", {})),
+    ("closed", "public", set_in("headGroupSpec", "serviceType", "LoadBalancer")),
+    (
+        "closed",
+        "own service",
+        set_in("headGroupSpec", "headService", {"spec": {"type": "NodePort"}}),
+    ),
+    ("closed", "ingress", set_in("headGroupSpec", "enableIngress", True)),
+    ("closed", "client", set_in(*BOX, "ports", 0, "containerPort", 10001)),
+    ("closed", "default ports", set_in(*HEAD, "containers", 0, "ports", [])),
     ("storage", "not mounted", lambda spec: worker(spec)["volumeMounts"].pop(0)),
+    ("storage", "read only", set_in(*BOX, "volumeMounts", 0, "readOnly", True)),
     (
         "storage",
-        "read only",
-        lambda spec: worker(spec)["volumeMounts"][0].update(readOnly=True),
-    ),
-    (
-        "storage",
-        "written elsewhere",
+        "elsewhere",
         lambda spec: variable(worker(spec), "WORKSHOP_STORAGE", "/tmp/results"),
     ),
     (
@@ -294,108 +316,36 @@ BROKEN = [
         "another claim",
         set_in(*POD, "volumes", 0, "persistentVolumeClaim", "claimName", "other"),
     ),
-    ("normal_user", "root", set_in(*POD, "securityContext", "runAsUser", 0)),
-    ("normal_user", "root may", set_in(*POD, "securityContext", "runAsNonRoot", False)),
-    (
-        "normal_user",
-        "volume of root",
-        lambda spec: pod(spec)["securityContext"].pop("fsGroup"),
-    ),
-    ("normal_user", "privileged", set_in(*BOX, "securityContext", "privileged", True)),
-    (
-        "normal_user",
-        "capabilities",
-        set_in(*BOX, "securityContext", "capabilities", {}),
-    ),
+    ("storage", "of root", lambda spec: pod(spec)["securityContext"].pop("fsGroup")),
     ("shared_memory", "on disk", set_in(*POD, "volumes", 1, "emptyDir", {})),
     (
         "shared_memory",
         "too small",
         set_in(*POD, "volumes", 1, "emptyDir", "sizeLimit", "1Gi"),
     ),
+    ("bounds", "no CPU", lambda spec: worker(spec)["resources"]["limits"].pop("cpu")),
+    ("bounds", "no disk", set_in(*POD, "volumes", 2, "emptyDir", {})),
+    ("head", "two CPUs", set_in("headGroupSpec", "rayStartParams", {"num-cpus": "2"})),
+    ("head", "all CPUs", set_in("headGroupSpec", "rayStartParams", {})),
     (
-        "shared_memory",
-        "all of it",
-        set_in(*POD, "volumes", 1, "emptyDir", "sizeLimit", "64Gi"),
+        "head",
+        "a GPU",
+        set_in(*HEAD, "containers", 0, "resources", "limits", "nvidia.com/gpu", "1"),
     ),
     (
-        "ports",
-        "Ray Client",
-        lambda spec: head(spec)["ports"].append(
-            {"name": "client", "containerPort": 10001}
-        ),
+        "grace",
+        "Kubernetes'",
+        lambda spec: pod(spec).pop("terminationGracePeriodSeconds"),
     ),
-    (
-        "ports",
-        "a name of ours",
-        lambda spec: worker(spec)["ports"][0].update(name="numbers"),
-    ),
-    ("probes", "none", lambda spec: worker(spec).pop("livenessProbe")),
-    (
-        "probes",
-        "another port",
-        set_in(*BOX, "readinessProbe", "httpGet", "port", 8265),
-    ),
-    (
-        "no_secret",
-        "a token",
-        lambda spec: variable(worker(spec), "RAY_AUTH_TOKEN", "secret"),
-    ),
-    (
-        "no_secret",
-        "a key",
-        lambda spec: variable(head(spec), "AWS_SECRET_ACCESS_KEY", "secret"),
-    ),
-    ("not_public", "public", set_in("headGroupSpec", "serviceType", "LoadBalancer")),
-    ("not_public", "on nodes", set_in("headGroupSpec", "serviceType", "NodePort")),
-    (
-        "not_public",
-        "own service",
-        set_in("headGroupSpec", "headService", {"spec": {"type": "LoadBalancer"}}),
-    ),
-    ("not_public", "ingress", set_in("headGroupSpec", "enableIngress", True)),
-    ("token", "switched off", set_in("authOptions", {"mode": "disabled"})),
-    ("token", "not said", lambda spec: spec.pop("authOptions")),
-    ("autoscaling", "switched off", set_in("enableInTreeAutoscaling", False)),
-    (
-        "autoscaling",
-        "no bound",
-        lambda spec: spec["workerGroupSpecs"][0].pop("maxReplicas"),
-    ),
-    ("autoscaling", "upside down", set_in("workerGroupSpecs", 0, "minReplicas", 5)),
-    ("autoscaling", "a thousand", set_in("workerGroupSpecs", 0, "maxReplicas", 1000)),
-    ("autoscaling", "for ever", set_in("autoscalerOptions", "idleTimeoutSeconds", 0)),
-    (
-        "autoscaling",
-        "a secret",
-        lambda spec: variable(head(spec), "WORKSHOP_AUTOSCALING", None),
-    ),
-    ("gpus", "CPU mode", lambda spec: variable(head(spec), "WORKSHOP_MODE", "auto")),
-    ("gpus", "no label", lambda spec: pod(spec, 1).update(nodeSelector={"gpu": "yes"})),
+    ("grace", "Ray's", lambda spec: variable(worker(spec), DRAIN, None)),
+    ("grace", "equal", lambda spec: variable(worker(spec), DRAIN, "120")),
     (
         "gpus",
-        "not tolerated",
-        lambda spec: pod(spec, 1).update(tolerations=[{"key": "gpu"}]),
+        "a label",
+        set_in(*POD, "nodeSelector", {"nvidia.com/gpu.present": "true"}),
     ),
-    (
-        "gpus",
-        "two",
-        lambda spec: worker(spec)["resources"]["limits"].update(
-            {"nvidia.com/gpu": "2"}
-        ),
-    ),
-    (
-        "dashboards",
-        "nowhere",
-        lambda spec: variable(head(spec), "RAY_GRAFANA_HOST", None),
-    ),
-    (
-        "dashboards",
-        "not here",
-        lambda spec: variable(
-            head(spec), "RAY_GRAFANA_IFRAME_HOST", "http://grafana.example.com"
-        ),
-    ),
+    ("gpus", "not tolerated", set_in(*POD, "tolerations", [])),
+    ("gpus", "CPU mode", lambda spec: variable(head(spec), "WORKSHOP_MODE", "smoke")),
 ]
 
 
@@ -405,25 +355,9 @@ BROKEN = [
     ids=[f"{rule}-{what}" for rule, what, _ in BROKEN],
 )
 def test_a_rule_sees_a_broken_cluster(rule, breaks):
-    broken = copy.deepcopy(CLUSTERS["ray-cluster.gpu.yaml"])
+    broken = copy.deepcopy(CLUSTERS["gpu"])
     breaks(broken)
-    found = manifests.faults("ray-cluster.gpu.yaml", broken)
-    assert rule in {fault.partition(":")[0] for fault in found}
-
-
-def test_a_gpu_in_a_cluster_of_cpus_is_seen():
-    broken = copy.deepcopy(CLUSTERS["ray-cluster.cpu.yaml"])
-    worker(broken)["resources"]["limits"]["nvidia.com/gpu"] = "1"
-    assert len(list(manifests.gpus(broken))) == 1
-
-
-def test_a_helm_cluster_without_its_token_is_seen():
-    """In all three kinds of containers, as the chart knows no `authOptions`."""
-    for number in range(3):
-        broken = copy.deepcopy(CLUSTERS["helm-values.yaml"])
-        boxes = [head(broken), worker(broken), broken["autoscalerOptions"]]
-        variable(boxes[number], "RAY_AUTH_TOKEN", None)
-        assert len(list(manifests.token(broken))) == 1
+    assert rule in {fault.partition(":")[0] for fault in manifests.faults(broken)}
 
 
 def test_every_rule_is_seen_to_fail():
@@ -432,6 +366,29 @@ def test_every_rule_is_seen_to_fail():
     }
     broken = {manifests.rule_of(CLUSTER / name) for name, _, _ in BROKEN_FILES}
     assert broken == {rule for rule in manifests.COVERED.values() if callable(rule)}
+
+
+def test_the_quota_holds_what_the_page_says():
+    """The cluster with 16 workers, and that of GPUs with two."""
+    (bounds,) = [d for d in built(KUBERAY / "room") if d["kind"] == "ResourceQuota"]
+    cpus = memory = 0
+    for folder, workers in (("cluster", 16), ("gpu", 2)):
+        for number, (_, _, box) in zip(
+            (1, workers), manifests.containers(CLUSTERS[folder])
+        ):
+            cpus += number * int(box["resources"]["limits"]["cpu"])
+            memory += number * manifests.quantity(box["resources"]["limits"]["memory"])
+    assert cpus <= int(bounds["spec"]["hard"]["limits.cpu"]) < cpus + 8
+    most = manifests.quantity(bounds["spec"]["hard"]["limits.memory"])
+    assert memory <= most < memory + 40 * 2**30
+
+
+def test_the_policy_of_the_gpu_cluster_is_its_own():
+    for folder, name in (("cluster", "workshop"), ("gpu", "workshop-gpu")):
+        (policy,) = [d for d in built(KUBERAY / folder) if d["kind"] == "NetworkPolicy"]
+        assert list(manifests.policy_faults(policy)) == []
+        named = re.findall(r"ray.io/cluster': '([\w-]+)'", str(policy))
+        assert named == [name] * 3 and policy["metadata"]["name"] == name
 
 
 def read(path: Path) -> list:
@@ -460,6 +417,8 @@ BROKEN_FILES = [
     ("Containerfile", "USER 1000", "USER root"),
     ("Containerfile", "python:3.11-slim", "python:latest"),
     ("Containerfile", "-r requirements.txt", "ray torch"),
+    ("Containerfile", "COPY --chown=ray:ray . .", "COPY . ."),
+    ("Containerfile", "hub/requirements.txt", "requirements.txt"),
     ("anyscale/Containerfile", "torch==2", "torch==1"),
     ("anyscale/Containerfile", f"ray:{RAY}", "ray:latest"),
     ("anyscale/compute.cpu.yaml", "max_nodes: 2", "max_nodes: 10"),
@@ -470,25 +429,52 @@ BROKEN_FILES = [
     ("anyscale/job.yaml", "train_ray_ddp.py", "train_ray.py"),
     ("anyscale/job.yaml", "image/distributed-pytorch:1", "ray:2.60.0"),
     ("anyscale/job.yaml", ".venv, ", ""),
-    ("kuberay/namespace.yaml", "restricted", "privileged"),
-    ("kuberay/network-policy.yaml", 'ray.io/is-ray-node: "yes"', "app: ray"),
-    ("kuberay/network-policy.yaml", "port: 44217", "port: 10001"),
-    ("kuberay/network-policy.yaml", "        - port: 8265\n", "        []\n"),
-    ("kuberay/network-policy.yaml", "policyTypes: [Ingress]", "policyTypes: [Egress]"),
-    ("kuberay/pod-monitor.yaml", "release: prometheus", "release: mine"),
-    ("kuberay/pod-monitor.yaml", "[workshop]", "[default]"),
-    ("kuberay/pod-monitor.yaml", "port: as-metrics", "port: autoscaler"),
-    ("kuberay/pod-monitor.yaml", "ray_io_cluster", "cluster"),
-    ("kuberay/prometheus-stack-values.yaml", "Viewer", "Admin"),
-    ("kuberay/prometheus-stack-values.yaml", "ClusterIP", "LoadBalancer"),
-    ("kuberay/prometheus-stack-values.yaml", "allow_embedding: true", "x: true"),
-    ("kuberay/prometheus-stack-values.yaml", "label: grafana_dashboard", "label: mine"),
-    ("kuberay/ray-job.cpu.yaml", "train_ray_ddp.py", "train_ray.py"),
-    ("kuberay/ray-job.cpu.yaml", "shutdownAfterJobFinishes: true", "suspend: false"),
-    ("kuberay/ray-job.cpu.yaml", "maxReplicas: 4", "maxReplicas: 8"),
-    ("kuberay/ray-job.gpu.yaml", "component: submitter", "component: other"),
-    ("kuberay/storage.yaml", "ReadWriteMany", "ReadWriteOnce"),
-    ("kuberay/storage.yaml", "storageClassName: shared-files", "volumeName: one"),
+    ("hub/values.yaml", "tag: COMMIT", f"tag: {RAY}"),
+    ("hub/values.yaml", "tag: COMMIT", "tag: COMMIT\n    pullPolicy: Always"),
+    ("hub/values.yaml", "    limit: 2\n", ""),
+    ("hub/values.yaml", "    limit: 10G\n", ""),
+    ("hub/values.yaml", "limits:\n      ephemeral-storage", "limits:\n      other"),
+    ("hub/values.yaml", "sizeLimit: 4Gi", "sizeLimit: 1Gi"),
+    ("hub/values.yaml", "mountPath: /dev/shm", "mountPath: /dev/shared"),
+    ("hub/values.yaml", "homeMountPath: /home/ray", "homeMountPath: /opt"),
+    ("hub/values.yaml", "blockWithIptables: false", "blockWithIptables: true"),
+    ("hub/values.yaml", "port: 8265", "port: 6379"),
+    ("hub/values.yaml", "    egress:\n", "    enabled: false\n    egress:\n"),
+    ("hub/values.yaml", "shared-password #", "dummy #"),
+    ("hub/values.yaml", "admin_access: false", "admin_access: true"),
+    ("hub/values.yaml", "allowed_users:", "allow_all: true\n      allowed_users:"),
+    ("hub/values.yaml", "allowed_users:", "blocked_users:"),
+    ("hub/values.yaml", "notebook_dir: /home", "password: /home"),
+    ("hub/values.yaml", "type: ClusterIP", "type: LoadBalancer"),
+    ("hub/values.yaml", "maxAge: 43200", "maxAge: 0"),
+    ("hub/values.gpu.yaml", "      default: true\n", "      default: false\n"),
+    (
+        "hub/values.gpu.yaml",
+        "limits:\n          ephemeral-storage",
+        "limits:\n          x",
+    ),
+    ("kuberay/room/namespace.yaml", "restricted", "privileged"),
+    ("kuberay/room/bounds.yaml", "limits.cpu", "cpu"),
+    ("kuberay/room/bounds.yaml", 'loadbalancers: "0"', 'loadbalancers: "9"'),
+    ("kuberay/room/storage.yaml", "ReadWriteMany", "ReadWriteOnce"),
+    ("kuberay/room/storage.yaml", "storageClassName: shared-files", "volumeName: one"),
+    ("kuberay/cluster/network-policy.yaml", "ray.io/cluster: workshop", "app: ray"),
+    ("kuberay/cluster/network-policy.yaml", "port: 44227", "port: 10001"),
+    ("kuberay/cluster/network-policy.yaml", "        - port: 8265\n", "        []\n"),
+    ("kuberay/cluster/network-policy.yaml", "[Ingress, Egress]", "[Egress]"),
+    ("kuberay/cluster/network-policy.yaml", "169.254.0.0/16", "169.254.0.0/32"),
+    ("kuberay/ray-job.yaml", "generateName: train-", "name: train"),
+    ("kuberay/ray-job.yaml", "cluster: workshop", "cluster: other"),
+    ("kuberay/ray-job.yaml", "entrypointNumCpus: 1", "entrypointNumCpus: 0"),
+    ("kuberay/ray-job.yaml", "train_ray_ddp.py", "train_ray.py"),
+    ("monitoring/pod-monitor.yaml", "release: prometheus", "release: mine"),
+    ("monitoring/pod-monitor.yaml", "[workshop]", "[default]"),
+    ("monitoring/pod-monitor.yaml", "port: dash-metrics", "port: autoscaler"),
+    ("monitoring/pod-monitor.yaml", "ray_io_cluster", "cluster"),
+    ("monitoring/prometheus-stack-values.yaml", "Viewer", "Admin"),
+    ("monitoring/prometheus-stack-values.yaml", "ClusterIP", "LoadBalancer"),
+    ("monitoring/prometheus-stack-values.yaml", "allow_embedding: true", "x: true"),
+    ("monitoring/prometheus-stack-values.yaml", "label: grafana_dash", "label: mine"),
     ("monitoring/prometheus.yml", "/tmp/ray/prom", "/tmp/prom"),
 ]
 
@@ -549,24 +535,124 @@ def test_a_page_that_names_what_is_not_there_is_seen():
 
 def test_the_pages_use_every_file_and_one_version():
     text = "".join(page.read_text() for page in PAGES)
-    used = {ROOT / name for name in named_files(text)}
-    assert {path for path in FILES if path.suffix != ".md"} <= used
-    assert set(re.findall(r"--version (1\.\d+\.\d+)", text)) == {TAG.removeprefix("v")}
-    assert set(re.findall(r"pytorch:(\d+\.\S+)", text)) == {RAY}
+    used = {ROOT / name for name in named_files(text)}  # folders of kustomize, too
+    for page in PAGES:
+        links = re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text())
+        used |= {(page.parent / link).resolve() for link in links}
+    files = [path for path in FILES if path.suffix != ".md"]
+    assert [path for path in files if not {path, path.parent} & used] == []
+    found = dict(re.findall(r"([\w-]+/[\w-]+) --version (\S+)", text))
+    stack = found.pop("prometheus-community/kube-prometheus-stack")
+    assert re.fullmatch(r"[\d.]+", stack)  # all are pinned
+    assert found == {
+        "kuberay/kuberay-operator": OPERATOR,
+        "jupyterhub/jupyterhub": CHART,
+    }
+    assert len(re.findall(r"helm (?:upgrade|install)", text)) == text.count(
+        "--version "
+    )
+
+
+def test_the_table_of_seats_is_what_the_files_add_up_to():
+    """For 10, 30 and 100 people; nodes of 16 cores and 64 GiB hold 7 seats or pods."""
+    (values,) = documents(CLUSTER / "hub" / "values.yaml")
+    seat, boxes = values["singleuser"], list(manifests.containers(CLUSTERS["cluster"]))
+    memory = manifests.quantity(seat["memory"]["guarantee"]) / 10**9
+    scratch = seat["extraResource"]["limits"]["ephemeral-storage"]
+    disk = [
+        manifests.quantity(q) / 2**30 for q in (scratch, seat["storage"]["capacity"])
+    ]
+    limits = [box["resources"]["limits"] for _, _, box in boxes]
+    cpus = [int(each["cpu"]) for each in limits]
+    gib = [manifests.quantity(each["memory"]) / 2**30 for each in limits]
+    (machine,) = documents(CLUSTER / "anyscale" / "compute.cpu.yaml")
+    machines = 1 + machine["worker_nodes"][0]["max_nodes"]
+    rows = (CLUSTER / "README.md").read_text().split("| people |")[1].split("\n\n")[0]
+    rows = [line.strip("|").split("|") for line in rows.splitlines()]
+    table = {row[0].strip().split(",")[0]: list(map(int, row[-3:])) for row in rows[2:]}
+    for column, people in enumerate((10, 30, 100)):
+        workers = people // 2 + 1
+        nodes = -(-people // 7) + -(-(workers + 1) // 7)
+        wanted = {
+            "cores of their seats": people * seat["cpu"]["guarantee"],
+            "memory guaranteed": people * memory,
+            "disk": people * sum(disk),
+            "workers of the shared Ray": workers,
+            "cores of the shared Ray": cpus[0] + workers * cpus[1],
+            "memory of the shared Ray": gib[0] + workers * gib[1],
+            "Kubernetes: nodes of 16 cores and 64 GiB with 7 seats each": nodes,
+            "Kubernetes: image pulled": 7 * nodes,
+            "Anyscale: machines of 4 vCPUs": machines * people,
+            "laptops over the room's network: packages in the first ten minutes": 7
+            * people,
+            "laptops from sticks: GB over the network": 0,
+        }
+        assert {name: row[column] for name, row in table.items()} == wanted
+
+
+# What of the page kind.yml leaves out or does in another way, by a piece of the command.
+NOT_ON_KIND = {
+    "export REGISTRY": "the workflow's `env` has the names",
+    "docker push": "there is no registry: `kind load` puts the image on the node",
+    "kuberay/room |": "kuberay/kind holds it, with a volume for one node",
+    "kuberay/cluster |": "kuberay/kind holds it, smaller",
+    "kuberay/gpu |": "no GPU",
+    "workshop-gpu": "no GPU",
+    '"value": 16': "the machine has four cores",
+    "prometheus-grafana": "nobody looks at Grafana",
+    "RAY_AUTH_TOKEN_PATH": "tests/tools/hub.py sets it in a seat",
+    "http://workshop-head-svc": "tests/tools/hub.py asks from a seat for the list of jobs",
+    "kill $(jobs -p)": "the machine ends",
+}
+SMALLER = {  # what the workflow adds to a command of the page, or changes in it
+    " --build-arg TORCH_BACKEND=cpu": "",
+    " --set singleuser.cpu.guarantee=0.5 --set singleuser.memory.guarantee=3G": "",
+    "Placeholder.replicas=1 ": "Placeholder.replicas=30 ",
+}
+
+
+def steps_of_the_page(text: str) -> dict[str, str]:
+    """The numbered steps of Kubernetes and the hub: their names, and all commands."""
+    text = text[text.index("## Kubernetes\n") : text.index("## Anyscale\n")]
+    found = re.findall(r"^\*\*\d+\. (.+?)[.,:]?\*\*|^### (Who .+)$", text, re.MULTILINE)
+    names = [numbered or heading for numbered, heading in found]
+    blocks = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return dict.fromkeys(names, "") | {"": "".join(blocks)}
+
+
+def test_kind_goes_through_the_steps_of_the_page():
+    page = steps_of_the_page((CLUSTER / "README.md").read_text())
+    workflow = yaml.safe_load((ROOT / ".github/workflows/kind.yml").read_text())
+    assert workflow["permissions"] == {"contents": "read"}
+    (job,) = workflow["jobs"].values()
+    assert job["timeout-minutes"]
+    done = {step["name"]: step["run"] for step in job["steps"] if "run" in step}
+    uses = [step["uses"] for step in job["steps"] if "uses" in step]
+    assert all(re.search(r"@[0-9a-f]{40}$", each) for each in uses)
+    assert page.keys() - {"", "GPUs", "The door"} <= done.keys()
+    run = "\n".join(done.values())
+    for ours, theirs in SMALLER.items():
+        assert ours in run
+        run = run.replace(ours, theirs)
+    lines = [line.strip() for line in page[""].splitlines()]
+    assert len(lines) > 40
+    for line in lines:
+        left_out = [piece for piece in NOT_ON_KIND if piece in line]
+        assert left_out or line in run, f"kind.yml does not run {line!r}"
+    for piece in NOT_ON_KIND:
+        assert any(piece in line for line in lines), f"no command has {piece!r}"
 
 
 def test_what_ray_is_said_to_do_it_does():
-    """Ports, the health address, the list for Prometheus, the share of memory."""
+    """Ports, the list for Prometheus, the share of memory, the time of a drain."""
     proportion = 'RAY_DEFAULT_OBJECT_STORE_MEMORY_PROPORTION",\n    0.3,'
     facts = {
         "_private/ray_constants.py": [
             '"prom_metrics_service_discovery.json"',
-            "52365",
+            '"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", 30.0',
             proportion,
         ],
         "dashboard/consts.py": ["44227"],
-        "dashboard/http_server_agent.py": [f'"{manifests.HEALTH["path"]}"'],
-        "autoscaler/_private/constants.py": ["44217"],
     }
     for name, texts in facts.items():
         for text in texts:
