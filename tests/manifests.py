@@ -123,6 +123,8 @@ def tag(spec: dict) -> Iterator[str]:
             yield f"{name}: {container['image']} is not {IMAGE}, which the page replaces"
         if container.get("imagePullPolicy", "IfNotPresent") != "IfNotPresent":
             yield f"{name}: every start pulls 7 GB, though a commit does not change"
+    if spec.get("upgradeStrategy") != {"type": "Recreate"}:
+        yield "pods keep the image that they have: a mended lesson never arrives"
     if spec.get("rayVersion") != RAY:
         yield f"rayVersion is {spec.get('rayVersion')}, and {RAY} is pinned"
 

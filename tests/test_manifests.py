@@ -278,6 +278,7 @@ BROKEN = [
     ("tag", "of Ray", set_in(*BOX, "image", f"registry.example.com/ray:{RAY}")),
     ("tag", "pulled each time", set_in(*BOX, "imagePullPolicy", "Always")),
     ("tag", "another Ray", set_in("rayVersion", "2.59.0")),
+    ("tag", "pods that stay", set_in("upgradeStrategy", {"type": "None"})),
     ("token", "switched off", set_in("authOptions", {"mode": "disabled"})),
     ("token", "not said", lambda spec: spec.pop("authOptions")),
     ("no_secret", "typed", lambda spec: variable(head(spec), "AWS_SECRET_KEY", "abc")),
