@@ -45,7 +45,10 @@ def private(raylet: int) -> dict[int, tuple[str, float]]:
 
 
 @pytest.mark.weekly
-def test_a_run_costs_the_head_what_the_page_says(tmp_path):
+def test_a_run_costs_the_head_what_the_page_says(tmp_path, monkeypatch):
+    monkeypatch.delenv(
+        "RAY_ADDRESS", raising=False
+    )  # a client of jobs goes there first
     cluster = nodes.start(2, workers=2, head_cpus=0)
     peaks = defaultdict(float)  # by name and process
     try:

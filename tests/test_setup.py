@@ -250,7 +250,7 @@ def test_from_a_wheelhouse_pip_installs_and_asks_nobody(clone):
     status, output, _ = clone.make("setup", "WHEELHOUSE=build/wheelhouse")
     assert status != 0 and "There is no folder build/wheelhouse" in output
     (clone.folder / "build" / "wheelhouse").mkdir(parents=True)
-    show = 'echo "from $PIP_FIND_LINKS, index $PIP_NO_INDEX" >> "$CALLS"; exit 0 ;;'
+    show = 'echo "from $PIP_FIND_LINKS, index $PIP_NO_INDEX" >> "$CALLS";'
     clone.program("python3", PYTHON.replace('sleep "${INSTALL_SECONDS:-0}";', show, 1))
     status, output, calls = clone.make("setup", "WHEELHOUSE=build/wheelhouse")
     assert status == 0, output
