@@ -1,7 +1,7 @@
 """Train ResNet-18 on images with DistributedDataParallel, started by torchrun.
 
     torchrun --nproc_per_node=4 train_ddp.py --epochs 3
-    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # or restarts may hang: see the README
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # else: docs/troubleshooting.md
     torchrun --nproc_per_node=4 --max-restarts=1 train_ddp.py --checkpoint-dir run
 
 Runs on GPUs if there are any, else on CPUs. With --checkpoint-dir the same command starts

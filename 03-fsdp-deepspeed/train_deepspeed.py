@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node=4 train_deepspeed.py --steps 200
     python train_deepspeed.py --num-workers 4 --steps 200
-    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # or restarts may hang: see the README
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # else: docs/troubleshooting.md
     torchrun --nproc_per_node=4 --max-restarts=1 train_deepspeed.py --checkpoint-dir run
 
 The ZeRO stage, precision and offload are set in ds_config.json; where it says "auto", the

@@ -1,4 +1,4 @@
-"""The commands that the READMEs print, and which tests run or cover them.
+"""The commands that the READMEs and docs/ print, and which tests run or cover them.
 
 A test marked `runs(command)` types that very command, as `typed` gives it. One marked
 `covers(command)` tries what it does in another way: with fewer ranks, or a stub. CI runs
@@ -14,7 +14,11 @@ from pathlib import Path
 from tests import workflow
 from tests.tools.notebooks import ROOT
 
-PAGES = (ROOT / "README.md", *sorted(ROOT.glob("0*/README.md")))
+PAGES = (
+    ROOT / "README.md",
+    *sorted(ROOT.glob("0*/README.md")),
+    *sorted(ROOT.glob("docs/*.md")),
+)
 SHELLS = {"", "bash", "sh", "console"}  # what may stand behind ``` above commands
 # A network, a name, and what the tests do by naming .venv/bin.
 NOT_RUN = {

@@ -122,7 +122,11 @@ def test_the_version_heads_the_changelog():
     assert released[1] == PROJECT["version"]
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+@pytest.mark.parametrize(
+    "page",
+    ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"]
+    + [f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))],
+)
 def test_what_a_page_names_is_there(page):
     text = (ROOT / page).read_text()
     for path in re.findall(r"`((?:utils|tests|\.ci)/[\w./]+)`", text):

@@ -28,7 +28,7 @@ DDP, RAY = scripts.TRAIN_DDP, scripts.TRAIN_RAY_DDP
 STREAM = scripts.TRAIN_RAY_DDP_WITH_RAY_DATA
 FSDP2, DEEPSPEED = sharding.TRAIN_FSDP2, sharding.TRAIN_DEEPSPEED
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-# torchrun's restarted ranks, and new nodes, take a fresh store: see the README
+# torchrun's restarted ranks, and new nodes, take a fresh store: see docs/troubleshooting.md
 ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 # What is trained, and what is printed when much of it is left: who is slow to hear of it
 # still stops the run.
