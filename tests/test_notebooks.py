@@ -18,15 +18,16 @@ from nbconvert.filters.markdown import markdown2html
 from tests import scripts
 from tests.patience import PATIENCE
 from tests.tools import notebooks
-from tests.tools.notebooks import outline
+from tests.tools.notebooks import glossary, outline, pictures
 from tests.tools.notebooks.execution import execute
 from tests.tools.notebooks.navigation import navigation
+from tests.tools.notebooks.questions import HEADING, questions
 from utils.show import function_source
 
 ALL = notebooks.all_notebooks() + notebooks.electives()
 PAGES = [
     path
-    for pattern in ("*.md", "0*/**/*.md", "tests/**/*.md", "utils/**/*.md")
+    for pattern in ("*.md", "0*/**/*.md", "docs/*.md", "tests/**/*.md", "utils/**/*.md")
     for path in sorted(notebooks.ROOT.glob(pattern))
 ]
 FORBIDDEN_OUTPUT = {
@@ -131,6 +132,98 @@ def test_rows_of_lessons_are_fresh(readme):
     assert rows
     for path, there in rows.items():
         assert there == outline.row(path, readme)
+
+
+LESSONS = [path for path in notebooks.all_notebooks() if path.stem != "solutions"]
+
+
+@pytest.mark.parametrize("path", LESSONS, ids=name)
+def test_links_to_the_glossary_are_fresh(path):
+    """`python -m tests.tools.notebooks link` sets them; glossary.toml says which."""
+    notebook = nbformat.read(path, as_version=4)
+    before = [cell.source for cell in notebook.cells]
+    assert 3 <= len(glossary.terms(path)) <= 8
+    glossary.with_links(path, notebook)
+    assert [cell.source for cell in notebook.cells] == before
+    linked = [text for cell in before for text in glossary.LINK.findall(cell)]
+    assert len(linked) == len(glossary.terms(path))
+
+
+def test_the_first_use_of_a_term_is_linked_and_no_other(monkeypatch):
+    text, code = nbformat.v4.new_markdown_cell, nbformat.v4.new_code_cell
+    monkeypatch.setattr(glossary, "terms", lambda path: ["rank", "DDP"])
+    first = (
+        "# A rank\n\n`rank` [rank](#a) <b>\n```\nrank\n```\nno-rank, **Ranks** and rank"
+    )
+    cells = [text(first), code("rank = 0  # DDP"), text("ddp, DDP. A DDP")]
+    cells += [text("## Going deeper\n\nrank")]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    for _ in range(2):  # the second time changes nothing
+        glossary.with_links(Path("lesson.ipynb"), notebook)
+        link = "**[Ranks](../docs/glossary.md#rank)**"
+        assert notebook.cells[0].source == first.replace("**Ranks**", link)
+        assert notebook.cells[1].source == "rank = 0  # DDP"
+        ddp = "ddp, [DDP](../docs/glossary.md#ddp). A DDP"
+        assert notebook.cells[2].source == ddp
+    monkeypatch.setattr(glossary, "terms", lambda path: ["gloo"])
+    with pytest.raises(LookupError, match=r"lesson\.ipynb never uses 'gloo'"):
+        glossary.with_links(Path("lesson.ipynb"), notebook)
+    monkeypatch.setattr(glossary, "terms", lambda path: ["frobnicate"])
+    with pytest.raises(LookupError, match="glossary has no term 'frobnicate'"):
+        glossary.with_links(Path("lesson.ipynb"), notebook)
+
+
+@pytest.mark.parametrize("path", LESSONS, ids=name)
+def test_three_questions_end_the_main_line_and_its_cells_answer_them(path):
+    main = outline.main_line(nbformat.read(path, as_version=4).cells)
+    found = questions(main)
+    assert [each.asked[:3] for each in found] == ["1. ", "2. ", "3. "]
+    assert main[-1].source.count("<details>") == 3
+    for each in found:
+        assert each.anchors
+        for anchor in each.anchors:
+            assert cells_of_code_below(anchor, main), (each.asked, anchor)
+
+
+def cells_of_code_below(anchor: str, cells: list) -> int:
+    """How many cells of code a section has, up to the next heading as large as its own."""
+    level = count = 0
+    for cell in cells:
+        if cell.cell_type == "code":
+            count += bool(level)
+            continue
+        for marks, heading in re.findall(r"^(#+) (.+)$", cell.source, re.MULTILINE):
+            if outline.anchor(heading) == anchor:
+                level = len(marks)
+            elif level and len(marks) <= level:
+                return count
+    return count
+
+
+def test_a_question_that_no_cell_answers_is_seen():
+    text, code = nbformat.v4.new_markdown_cell, nbformat.v4.new_code_cell
+    cells = [text("## Only *text*"), text("## With code\n\n### Deep"), code("1")]
+    assert cells_of_code_below("only-text", cells) == 0
+    assert cells_of_code_below("gone", cells) == 0
+    assert cells_of_code_below("with-code", cells) == 1
+    answer = "<details><summary>Answer</summary>\n\nIt is. [Deep](#deep).\n\n</details>"
+    asked = text(f"{HEADING}\n\n**1. Is it?**\n\n{answer}")
+    (found,) = questions([*cells, asked])
+    assert found == ("1. Is it?", "It is. [Deep](#deep).", ["deep"])
+    assert questions(cells) == questions([asked, *cells]) == []
+
+
+@pytest.mark.parametrize("picture", pictures.COPIED)
+def test_copied_pictures_are_those_of_the_lessons(picture):
+    """`python -m tests.tools.notebooks link` copies them."""
+    now = pictures.recorded(*pictures.COPIED[picture])
+    assert (pictures.PICTURES / f"{picture}.png").read_bytes() == now
+
+
+def test_a_figure_that_a_lesson_does_not_have_is_named():
+    lesson, _ = pictures.COPIED["overlap"]
+    with pytest.raises(LookupError, match="has 0 figures with the title 'Gone'"):
+        pictures.recorded(lesson, "Gone")
 
 
 def bound_and_used(cells: list) -> tuple[set[str], set[str]]:

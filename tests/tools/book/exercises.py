@@ -9,8 +9,8 @@ import nbformat
 from nbformat.v4 import new_markdown_cell
 
 from tests.tools.book import ROOT
+from tests.tools.notebooks.progress import CHECK
 
-CHECK = re.compile(r'^check\(\s*"([^"]+)"', re.MULTILINE)
 CODE = re.compile(r"`([^`]+)`")
 HEADING = re.compile(r"\A(?:#+ [^\n]+\n*|From \[[^\]]+\]\([^)]+\)\.\s+)+")
 

@@ -1,7 +1,9 @@
 """The notebooks of the workshop: which there are, and what one of them says.
 
-`execution` runs and records them, `navigation` links them, `outline` says how long
-their main lines and side trips take, and
+`execution` runs and records them, `navigation` links them with each other and `glossary`
+with the glossary, `outline` says how long their main lines and side trips take,
+`questions` reads what a main line asks at its end, `pictures` copies figures for the
+READMEs, `progress` shows what a reader has solved, and
 `python -m tests.tools.notebooks` is their command line.
 """
 

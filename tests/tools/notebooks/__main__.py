@@ -1,8 +1,9 @@
-"""Execute, record and link the notebooks.
+"""Execute, record and link the notebooks, and show which exercises are solved.
 
 python -m tests.tools.notebooks tour                  # execute copies, print the proofs
 python -m tests.tools.notebooks record [NOTEBOOK ...] # execute in place, save outputs
 python -m tests.tools.notebooks link [NOTEBOOK ...]   # write links and minutes anew
+python -m tests.tools.notebooks progress              # which exercises are solved
 """
 
 import argparse
@@ -14,8 +15,10 @@ import nbformat
 from tqdm import tqdm
 
 from tests.tools import notebooks, sizes
+from tests.tools.notebooks import progress
 from tests.tools.notebooks.execution import execute, record
 from tests.tools.notebooks.navigation import link
+from utils import checks
 
 
 def tour(paths: list[Path]) -> int:
@@ -56,9 +59,12 @@ def tour(paths: list[Path]) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("command", choices=("tour", "record", "link"))
+    parser.add_argument("command", choices=("tour", "record", "link", "progress"))
     parser.add_argument("notebooks", nargs="*", type=Path)
     args = parser.parse_args()
+    if args.command == "progress":
+        print("\n".join(progress.lines(checks.progress.read())))
+        return 0
     known = notebooks.all_notebooks() + notebooks.electives()
     route = notebooks.all_notebooks() if args.command == "tour" else known
     paths = [path.resolve() for path in args.notebooks] or route

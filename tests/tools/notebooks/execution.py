@@ -13,7 +13,7 @@ from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernel
 from tqdm import tqdm
 
 from tests.tools import notebooks
-from tests.tools.notebooks import guide, outline
+from tests.tools.notebooks import glossary, guide, outline, pictures
 from tests.tools.notebooks.navigation import with_navigation
 
 CELL_TIMEOUT_S = 900
@@ -22,6 +22,7 @@ RECORDING_ENVIRONMENT = {
     "WORKSHOP_MODE": "smoke",
     "OMP_NUM_THREADS": "1",
     "RAY_ADDRESS": "local",
+    "WORKSHOP_PROGRESS": "off",  # what a reader has solved is not for us to write
 }
 
 
@@ -48,7 +49,7 @@ def execute(
         on_cell_start=lambda cell, cell_index: running.append(cell_index),
         on_cell_complete=on_cell,
     )
-    marker = {"WORKSHOP_KERNEL": uuid.uuid4().hex}
+    marker = {"WORKSHOP_KERNEL": uuid.uuid4().hex, "WORKSHOP_PROGRESS": "off"}
     try:
         client.execute(env=os.environ | environment | marker)
     except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
@@ -101,6 +102,7 @@ def record(paths: list[Path]) -> None:
         without_traceback(notebook)
         without_widgets(notebook)
         with_navigation(path, notebook)
+        glossary.with_links(path, notebook)
         outline.with_times(notebook, seconds)
         notebook.metadata = nbformat.from_dict(
             {
@@ -117,3 +119,4 @@ def record(paths: list[Path]) -> None:
         temporary.replace(path)
     outline.write_rows()
     guide.write()
+    pictures.copy_recorded()

@@ -5,7 +5,15 @@ from pathlib import Path
 
 import nbformat
 
-from tests.tools.notebooks import all_notebooks, electives, guide, outline, title
+from tests.tools.notebooks import (
+    all_notebooks,
+    electives,
+    glossary,
+    guide,
+    outline,
+    pictures,
+    title,
+)
 
 NAVIGATION = re.compile(r"^.*<!-- navigation -->.*\n*", re.MULTILINE)
 
@@ -38,14 +46,16 @@ def with_navigation(path: Path, notebook: nbformat.NotebookNode) -> None:
 
 
 def link(paths: list[Path]) -> None:
-    """Write navigation and minutes of notebooks anew, without executing them."""
+    """Write links, minutes and copied pictures anew, without executing notebooks."""
     for path in paths:
         notebook = nbformat.read(path, as_version=4)
         with_navigation(path, notebook)
+        glossary.with_links(path, notebook)
         outline.with_times(notebook)
         nbformat.write(notebook, path)
     outline.write_rows()
     guide.write()
+    pictures.copy_recorded()
 
 
 def _link(path: Path) -> str:
