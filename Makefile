@@ -10,7 +10,7 @@ RUN := PATH="$(CURDIR)/.venv/bin:$$PATH" $(PY)
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lab test test-all test-weekly electives test-electives keras book coverage tour record bench gpu lint doctor clean catch-up update rehearse wheelhouse
+.PHONY: help setup lab test test-all test-weekly electives test-electives keras book coverage tour record bench gpu lint doctor clean catch-up update rehearse wheelhouse progress
 
 help: ## print what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -109,14 +109,17 @@ tour: $(READY) ## execute all notebooks in order, and print what each one proved
 record: $(READY) ## execute notebooks and save their outputs (NOTEBOOKS=path for some)
 	@$(RUN) -m tests.tools.notebooks record $(NOTEBOOKS)
 
+progress: $(READY) ## show which exercises you have solved, tried and not begun
+	@$(RUN) -m tests.tools.notebooks progress
+
 bench: $(READY) ## measure ratios, and write tests/tools/benchmarks/RESULTS.md
 	@$(RUN) -m tests.tools.benchmarks
 
 gpu: $(READY) ## on GPUs: run everything, and print a table of what passed and was measured
 	@$(RUN) -m tests.tools.gpu
 
-lint: $(READY) ## check style, format and types, and print sizes that nothing limits
-	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy && $(PY) -m tests.tools.sizes
+lint: $(READY) ## check style, format, types and spelling, and print sizes that nothing limits
+	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy && $(PY) -m codespell_lib && $(PY) -m tests.tools.sizes
 
 # Installs nothing: it says what is missing.
 doctor: ## say what this machine can run, and how to mend what it cannot

@@ -19,10 +19,15 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from tests.tools import notebooks
+from tests.tools.notebooks import progress as shown
+from tests.tools.notebooks.__main__ import main as command_line
 from utils import checks, memory
 from utils.checks.exercise import cases, join, stands_still
 from utils.errors import BadInput
 from utils.launch import run_ranks
+
+FIRST = notebooks.all_notebooks()[0]
+ALL_EXERCISES = dict(checks.EXERCISES)
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +35,16 @@ def one_exercise(monkeypatch):
     exercise = checks.Exercise(lambda answer: answer == 64, "Two ranks, 32 each.")
     monkeypatch.setattr(checks, "EXERCISES", {"01.1": exercise})
     checks._wrong_answers.clear()
+
+
+@pytest.fixture
+def record(tmp_path, monkeypatch):
+    """The file for what is solved, in a folder that is not there yet."""
+    monkeypatch.delenv("WORKSHOP_PROGRESS")
+    monkeypatch.setattr(
+        checks.progress, "RECORD", tmp_path / "build" / "progress.jsonl"
+    )
+    return checks.progress.RECORD
 
 
 def reply(answer, capsys):
@@ -90,6 +105,74 @@ def test_the_case_that_fails_is_named(monkeypatch, capsys):
 def test_unknown_exercise_names_those_there_are():
     with pytest.raises(BadInput, match=r"No exercise '9\.9': choose from 01\.1\."):
         checks.check("9.9", 1)
+
+
+def test_what_is_tried_and_solved_is_noted(record, capsys):
+    assert checks.progress.read() == {}
+    reply(..., capsys)
+    assert not record.exists()  # not begun
+    reply(32, capsys)
+    assert checks.progress.read() == {"01.1": False}
+    reply(64, capsys)
+    reply(32, capsys)  # once is enough
+    assert checks.progress.read() == {"01.1": True}
+
+
+@pytest.mark.parametrize("name", ["solutions.ipynb", "02_lesson.ipynb"])
+def test_what_the_solutions_solve_is_not_noted(record, name, monkeypatch, capsys):
+    """JupyterLab and VS Code each say in their own way which notebook runs."""
+    main = sys.modules["__main__"]
+    monkeypatch.setenv("JPY_SESSION_NAME", f"01-part/{name}")
+    reply(64, capsys)
+    monkeypatch.delenv("JPY_SESSION_NAME")
+    monkeypatch.setattr(main, "__vsc_ipynb_file__", f"/a/{name}", raising=False)
+    reply(64, capsys)
+    solved = record.read_text().count("true") if record.exists() else 0
+    assert solved == (0 if name == "solutions.ipynb" else 2)
+
+
+def test_a_record_that_cannot_be_written_or_read_fails_nothing(record, capsys):
+    record.parent.write_text("a file where the folder belongs")
+    assert reply(64, capsys) == "Right!\n"
+    assert reply(32, capsys) == "Not yet. Two ranks, 32 each.\n"
+    assert checks.progress.read() == {}
+
+
+def test_half_a_line_of_the_record_spoils_no_other(record, capsys):
+    record.parent.mkdir()
+    record.write_text('{"exercise": "a", "solved": true}\n{"exercise": "b", "sol')
+    reply(64, capsys)
+    record.write_text(record.read_text() + '\n[1]\n{"solved": true}\n7')
+    assert checks.progress.read() == {"a": True, "01.1": True}
+
+
+def test_on_a_full_disk_check_says_what_it_says(small_disk, monkeypatch, capsys):
+    monkeypatch.delenv("WORKSHOP_PROGRESS")
+    monkeypatch.setattr(checks.progress, "RECORD", small_disk / "progress.jsonl")
+    with pytest.raises(OSError, match="No space left"):
+        (small_disk / "all of it").write_bytes(bytes(8 * 2**20))
+    assert reply(64, capsys) == "Right!\n"
+    assert checks.progress.read() == {}
+
+
+@pytest.mark.covers("make progress")
+def test_progress_is_shown_for_each_lesson(record, monkeypatch, capsys):
+    names = shown.exercises(FIRST)
+    checks.progress.note(names[0], solved=True)
+    checks.progress.note(names[1], solved=False)
+    checks.progress.note("of another lesson", solved=True)
+    monkeypatch.setattr(sys, "argv", ["notebooks", "progress"])
+    assert command_line() == 0
+    header, *rows, last = capsys.readouterr().out.splitlines()
+    assert header.split() == ["lesson", "solved", "tried", "not", "begun"]
+    left = len(names) - 2
+    title = notebooks.title(FIRST)
+    assert re.fullmatch(rf"01/01 +1 +1 +{left}  {re.escape(title)}", rows[0])
+    lessons = notebooks.all_notebooks() + notebooks.electives()
+    assert len(rows) == 1 + sum(path.stem != "solutions" for path in lessons)
+    everything = sum(map(int, rows[-1].split()[1:]))
+    assert everything == len(ALL_EXERCISES)
+    assert last == f"Tried, and not yet solved: 01/01, {names[1]}."
 
 
 def norm_outside(engine):

@@ -13,6 +13,7 @@ from utils.checks import (
     part01,
     part02,
     part03,
+    progress,
     recipes,
     tracking,
     trees,
@@ -30,7 +31,8 @@ def check(name: str, answer: Any) -> None:
     """Print whether `answer` solves the exercise `name`, and if not, what helps.
 
     A typical mistake is named, and so is the case in which a function fails. Each further
-    wrong answer in this process gets the next hint.
+    wrong answer in this process gets the next hint. Each answer is noted for
+    `make progress`.
 
     Raises:
         BadInput: there is no exercise of that name.
@@ -48,12 +50,14 @@ def check(name: str, answer: Any) -> None:
         said = f"Not yet ({type(error).__name__}: {error}). {hint}"
     else:
         if right:
+            progress.note(name, solved=True)
             print("Right!")
             return
         # what is known to be wrong is enough for a start: the hints come after it
         hint = exercise.next_hint(_wrong_answers[name] - bool(wrong))
         said = " ".join(filter(None, ["Not yet.", wrong, hint]))
     _wrong_answers[name] += 1
+    progress.note(name, solved=False)
     print(said)
 
 
