@@ -20,9 +20,8 @@ def note(name: str, solved: bool) -> None:
     if os.environ.get("WORKSHOP_PROGRESS") == "off" or _notebook().stem == "solutions":
         return
     line = json.dumps({"exercise": name, "solved": solved})
-    with contextlib.suppress(
-        OSError
-    ):  # a full disk, or one that only root may write to
+    # A full disk, or a folder that only its owner may write to, is no reader's mistake.
+    with contextlib.suppress(OSError):
         RECORD.parent.mkdir(exist_ok=True)
         with RECORD.open("a") as record:
             # The newline comes first: half a line, of a full disk, spoils no other one.
