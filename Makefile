@@ -50,8 +50,15 @@ same-python:
 	[ "$$there" = "$$named" ] || { echo "The environment in .venv has Python $$there, and $(PYTHON) is Python $$named: delete the folder .venv (your results are in build and stay), then run this again."; exit 1; }
 endif
 
-lab: $(READY) ## open the first notebook in JupyterLab
-	@$(RUN) -m jupyter lab --ServerApp.ip=127.0.0.1 $(if $(filter 0,$(shell id -u)),--allow-root) --LabApp.default_url=/lab/tree/01-ddp-pytorch-only/01_data_parallelism_by_hand.ipynb $(LAB_ARGS)
+# Settings for this workshop stand in docs/lab; those that a reader has made come first.
+# What is open, and where, JupyterLab notes in LAB_STATE: at first the contents, on the left.
+LAB_STATE ?= build/lab
+WORKSPACE := default-37a8.jupyterlab-workspace
+lab: $(READY) $(LAB_STATE)/$(WORKSPACE) ## open the first notebook in JupyterLab
+	@$(RUN) -m jupyter lab --ServerApp.ip=127.0.0.1 $(if $(filter 0,$(shell id -u)),--allow-root) --LabApp.default_url=/lab/tree/01-ddp-pytorch-only/01_data_parallelism_by_hand.ipynb --LabApp.app_settings_dir="$(CURDIR)/docs/lab" --LabApp.workspaces_dir="$(LAB_STATE)" $(LAB_ARGS)
+
+$(LAB_STATE)/$(WORKSPACE):
+	@mkdir -p $(@D) && cp docs/lab/$(@F) $@
 
 # Two lanes side by side (tests/lanes.py): one core each, and what waits in one leaves it to the other.
 LANES := -n 2
@@ -97,6 +104,11 @@ book: .venv-book/.ready ## render notebooks, READMEs and guides as a book in bui
 	@$(PYTHON) -m venv .venv-book && .venv-book/bin/python -m pip install -r $< || { echo "The packages for the book could not be installed (the lines above say why); the lessons run without."; exit 1; }
 	@touch $@
 
+# For tests that drive Chromium, and for nothing else: they make it when they need it.
+.venv-browser/.ready: tests/browser/requirements.txt
+	@$(PYTHON) -m venv .venv-browser && .venv-browser/bin/python -m pip install -r $< || { echo "Playwright could not be installed (the lines above say why); the lessons run without."; exit 1; }
+	@touch $@
+
 # The table comes also if a test fails; then the command fails, too.
 coverage: $(READY) ## run what test-all runs, and print which lines of utils and the scripts it ran
 	@rm -rf build/coverage && mkdir -p build/coverage
@@ -126,7 +138,7 @@ doctor: ## say what this machine can run, and how to mend what it cannot
 	@if [ -x $(PY) ]; then $(RUN) -m utils.doctor; else $(PYTHON) -m utils.doctor; fi
 
 clean: ## remove .venv and build, with the checkpoints and downloaded data in build/storage
-	@rm -rf .venv .venv-keras .venv-book build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	@rm -rf .venv .venv-keras .venv-book .venv-browser build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
 # These install nothing: in a class, whoever is behind must not wait for packages.
 INSTALLED := @[ -x $(PY) ] || { echo "There is no environment in .venv yet: run 'make setup' first."; exit 1; }

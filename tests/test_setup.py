@@ -55,6 +55,7 @@ class Clone:
         self.folder.mkdir()
         for name in FILES:
             shutil.copy(ROOT / name, self.folder)
+        shutil.copytree(ROOT / "docs" / "lab", self.folder / "docs" / "lab")
         self.calls = folder / "calls"
         self.programs = folder / "programs"
         self.programs.mkdir()
