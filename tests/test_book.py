@@ -10,7 +10,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from functools import cache
 
 import nbformat
@@ -19,7 +18,7 @@ import yaml
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 from packaging.requirements import Requirement
 
-from tests import site
+from tests import browser, site
 from tests.patience import PATIENCE
 from tests.readme import typed
 from tests.tools import notebooks
@@ -35,7 +34,6 @@ AXE_SHA512 = (
     "FHfa+lmNjQZfJz1q8wKqIDwC6DExcHt/pkjNQb09a3NPjCKg2rhu5qb2S4r76ASy"
     "FNNtuFooJpZe37OgudVGtQ=="
 )
-PLAYWRIGHT = "playwright==1.65.2"  # in an environment of its own: it is for tests alone
 # Of each kind of page one: texts, lessons, solutions, what is found, and the longest.
 LOOKED_AT = (
     "index.html",
@@ -362,13 +360,8 @@ def test_a_link_to_a_heading_that_is_gone_stops_it(book, tmp_path):
 @pytest.fixture(scope="module")
 def seen(book, tmp_path_factory):
     """What headless Chromium sees of LOOKED_AT, and what a search finds."""
-    if not shutil.which("chromium"):
-        pytest.skip("Chromium is not installed here")
+    python = browser.python()
     folder = tmp_path_factory.mktemp("browser")
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=PATIENCE)
-    python = folder / "bin" / "python"
-    install = [python, "-m", "pip", "install", "--quiet", PLAYWRIGHT]
-    subprocess.run(install, check=True, timeout=PATIENCE)
     fetch = "import sys, pathlib; from tests.tools.book.__main__ import fetched; "
     fetch += "fetched(*sys.argv[1:4], pathlib.Path(sys.argv[4]))"
     npm = ROOT / ".venv-book" / "bin" / "python"
