@@ -318,6 +318,25 @@ def unwrapped(model):
     return model
 
 
+def optimizer_first(model):
+    model.optimizer = adam(model)
+    return fully_shard(model)
+
+
+def optimizer_of(model):
+    return model.optimizer
+
+
+def adam_by_ranks(model):
+    return torch.optim.AdamW(model.parameters(), 1e-2 * dist.get_world_size())
+
+
+def step_on_changed_items(model, optimizer, batch):
+    """All items but the first are changed on their way into the model."""
+    inputs = torch.cat([batch[0][:1], batch[0][1:] / 2])
+    return train_step(model, optimizer, [inputs, batch[1]])
+
+
 RIGHT = {
     "weights averaged": replace(
         PLAIN,
@@ -355,4 +374,12 @@ WRONG = {
     "DDP is bypassed": ("not averaged", replace(PLAIN, train_step=bypass_ddp)),
     "one share for all": ("items", replace(PLAIN, make_loader=first_share_for_all)),
     "own rate": ("schedule", replace(PLAIN, train_step=rate_by_own_batch)),
+    "optimizer first": (
+        "nothing trained",
+        replace(PLAIN, build_optimizer=optimizer_of, wrap=optimizer_first),
+    ),
+    "changed items": (  # and no micro-batch is dropped
+        "schedule",
+        replace(PLAIN, build_optimizer=adam_by_ranks, train_step=step_on_changed_items),
+    ),
 }

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests import odd_programs
 from tests.patience import PATIENCE
@@ -209,6 +210,30 @@ def test_programs_of_many_styles(name):
         assert report.ok, str(report)
     else:
         assert report.names == [odd_programs.WRONG[name][0]], str(report)
+
+
+def records_of(*programs: parity.Training) -> list[list[parity.Record]]:
+    """On a rank: what all ranks did, by program; the group is of another launcher."""
+    dist.init_process_group("gloo")
+    found = []
+    for program in programs:
+        found.append([None] * dist.get_world_size())
+        dist.all_gather_object(found[-1], parity.record(program))
+    return found
+
+
+@pytest.mark.slow
+def test_records_of_another_launcher_are_judged():
+    plain = odd_programs.PLAIN
+    name, wrong = odd_programs.WRONG["a sum"]
+    alone = [ranks[0] for ranks in launch.run_ranks(records_of, 1, plain, wrong)[0]]
+    right, bad = launch.run_ranks(records_of, 2, plain, wrong)[0]
+    report = parity.judge(alone[0], right)
+    assert report.ok and report.equal == {2: True}, str(report)
+    report = parity.judge(alone[1], bad)
+    assert report.equal == {2: False} and report.names == [name], str(report)
+    unlike = parity.judge(alone[1], right)
+    assert unlike.equal == {2: False} and unlike.findings
 
 
 @pytest.mark.slow

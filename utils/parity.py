@@ -970,7 +970,8 @@ def _train_epoch(
             step.loss = float(loss) if loss.numel() == 1 else None
         first = next((t for t in _tensors(batch) if t.ndim), None)
         rows = set(_row_digests(first)) if first is not None else set()
-        step.forwarded = len(rows & recorder.seen)
+        # a step that changes what it forwards leaves no rows to count, but by accident
+        step.forwarded = len(recorder.seen) if recorder.seen <= rows else 0
         step.draws = draws.noted
         step.parameters = {name: _sketch(p) for name, p in _named(wrapped)}
         step.buffers = _sketch_buffers(wrapped)
@@ -2144,6 +2145,22 @@ def find_shards(case: _Case) -> Finding | None:
     )
 
 
+def find_nothing_trained(case: _Case) -> Finding | None:
+    records = [case.one, *case.ranks]
+    if not all(record.updates for record in records):
+        return None
+    for record in records:
+        if any(_apart(step.parameters, record.start)[0] for step in record.steps):
+            return None
+    return Finding(
+        "nothing trained",
+        "no step changes a weight: the optimizer was made before the wrap, whose "
+        "parameters are new ones. Wrap first (or is the learning rate 0?)",
+        f"after {len(case.one.updates)} updates, all {len(case.one.start)} parameters are "
+        f"as at the start, in one process and on {case.n} ranks",
+    )
+
+
 def _thousands(numbers: Iterable[int]) -> str:
     return " and ".join(f"{number:,}" for number in dict.fromkeys(numbers))
 
@@ -2153,6 +2170,7 @@ INDEPENDENT = [
     find_global_batch,
     find_other_order, find_start, find_accumulation, find_clipping, find_content,
     find_rates, find_batch_norm, find_noise, find_unseeded, find_buffers, find_shards,
+    find_nothing_trained,
 ]  # fmt: skip
 
 
@@ -2293,6 +2311,28 @@ def _judge(groups: dict[int, Any], world_sizes: Iterable[int]) -> Report:
     if len({finding.name for finding in report.findings}) > 1:
         report.findings = [f for f in report.findings if f.name != "unknown"]
     return report
+
+
+def judge(alone: Record, together: Records) -> Report:
+    """Make a report of what `record` returned, for what has a launcher of its own.
+
+    Seeds of noise are not judged: `record` takes noise out.
+
+    Args:
+        alone: of one process.
+        together: of all ranks, by rank.
+    """
+    case = _Case({"float64": alone}, [{"float64": each} for each in together])
+    found = diagnose(case)
+    workers = f"{case.n} workers"
+    if case.live is None:
+        steps, epochs = len(alone.steps), len(alone.orders)
+        what = f"in {steps} steps of {epochs} epochs in float64"
+        return Report(
+            {case.n: True}, found, [f"{workers} train like one process {what}."]
+        )
+    line = f"{workers} do not train like one process. First at {case.live}."
+    return Report({case.n: False}, found or [_unknown(case)], [line])
 
 
 def _unknown(case: _Case) -> Finding:
