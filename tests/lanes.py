@@ -25,7 +25,12 @@ RAY = "ray"
 GROUPS = "groups.json"  # written by each worker
 RAYS = pytest.StashKey[set[Path]]()  # those that were there before a test
 # Of the notebooks beside part 02; a notebook has no marks of its own.
-WITH_RAY = {"02_fsdp2.ipynb", "03_deepspeed_zero.ipynb", "05_choosing_a_strategy.ipynb"}
+WITH_RAY = {
+    "02_fsdp2.ipynb",
+    "03_deepspeed_zero.ipynb",
+    "05_choosing_a_strategy.ipynb",
+    "06_move_your_own_training.ipynb",
+}
 SENTENCE = (
     "It starts a Ray outside of the lane for those, where two would take each other's "
     'ports: mark it with `@pytest.mark.xdist_group("ray")`, or name its notebook in '

@@ -4,6 +4,7 @@ import functools
 import re
 import sys
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import cloudpickle
 import nbformat
@@ -18,10 +19,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from tests import odd_programs
 from tests.tools import notebooks
 from tests.tools.notebooks import progress as shown
 from tests.tools.notebooks.__main__ import main as command_line
 from utils import checks, memory
+from utils.checks import moving
 from utils.checks.exercise import cases, join, stands_still
 from utils.errors import BadInput
 from utils.launch import run_ranks
@@ -466,6 +469,12 @@ def decays(spared, twice=False):
     return groups
 
 
+NAMES = {
+    "A": "not averaged",
+    "B": "schedule",
+    "C": "same noise",
+    "D": "clipping",
+}
 BUGS = {"A": "one left out", "B": "sum", "C": "rounded", "D": "right"}
 
 
@@ -861,6 +870,16 @@ NAMED = {
         ),
         (lambda parameters, layers, width, length: 8 * parameters, "0.765 times"),
     ],
+    "name the mistake": [
+        ("clipping", "Give a dictionary"),
+        (NAMES | {"A": "forgotten"}, "none of the five words"),
+        (NAMES | {"C": "same order"}, "C is something else"),
+    ],
+    "move it alone": [
+        (lambda: None, "returns a NoneType"),
+        (moving._script, "The tool says items: every rank sees every item"),
+        (lambda: odd_programs.PLAIN, "not those of the script"),
+    ],
     "epochs that save": [
         (
             lambda n, every, end: [*range(every, n + 1, every)],
@@ -898,6 +917,28 @@ def test_typical_mistakes_are_named(name, monkeypatch, capsys):
         checks.check(name, mistake)
         reply = capsys.readouterr().out
         assert reply.startswith("Not yet. ") and said in reply, (number, reply)
+
+
+def moved(start=0.0, texts=64, drew=True, rate=0.3, most=1.0):
+    """What one process is recorded to do with an answer to the last exercise."""
+    return SimpleNamespace(
+        start={"weight": [start]},
+        steps=[SimpleNamespace(items=range(texts))],
+        drew=drew,
+        updates=[SimpleNamespace(rates=[rate], most=most)],
+    )
+
+
+def test_a_moved_script_that_trains_something_else_is_seen():
+    assert moving._trains_the_script(moved(), moved()) is True
+    for change, said in (
+        ({"start": 1.0}, "first weights"),
+        ({"texts": 32}, "[32] texts"),
+        ({"drew": False}, "turned around by chance"),
+        ({"rate": 0.1}, "learning rates [0.1], the script [0.3]"),
+        ({"most": None}, "not clipped"),
+    ):
+        assert said in moving._trains_the_script(moved(**change), moved())
 
 
 def what_a_rank_alone_sees(operations):

@@ -10,6 +10,7 @@ from typing import Any
 from utils.checks import (
     frameworks,
     halving,
+    moving,
     part01,
     part02,
     part03,
@@ -23,7 +24,7 @@ from utils.errors import BadInput
 
 EXERCISES: dict[str, Exercise] = part01.EXERCISES | part02.EXERCISES | part03.EXERCISES
 EXERCISES |= recipes.EXERCISES | halving.EXERCISES | tracking.EXERCISES
-EXERCISES |= frameworks.EXERCISES | trees.EXERCISES
+EXERCISES |= frameworks.EXERCISES | trees.EXERCISES | moving.EXERCISES
 _wrong_answers: Counter[str] = Counter()  # by exercise, in this process
 
 

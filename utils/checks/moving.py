@@ -1,0 +1,140 @@
+"""Checks of the last lesson: naming mistakes, and a script that the reader moves alone."""
+
+from collections.abc import Callable
+
+from utils import parity
+from utils.checks.exercise import Exercise
+from utils.launch import run_ranks
+
+STEPS = 4  # of each of two epochs
+NAMES = {
+    "A": "not averaged",
+    "B": "schedule",
+    "C": "same noise",
+    "D": "clipping",
+}
+WORDS = {*NAMES.values(), "same order"}
+
+
+def _names_the_mistakes(answer) -> bool | str:
+    if not isinstance(answer, dict) or answer.keys() != NAMES.keys():
+        return "Give a dictionary with a word for each of A, B, C and D."
+    if unknown := {*map(str, answer.values())} - WORDS:
+        return f"{sorted(unknown)} is none of the five words."
+    for colleague, name in NAMES.items():
+        if answer[colleague] != name:
+            return f"{colleague} is something else."
+    return True
+
+
+def _script() -> parity.Training:
+    """The script of the lesson, as functions for one process."""
+    import torch
+    from torch import nn
+    from torch.nn import functional as F
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from utils.datasets import text
+
+    class Direction(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(256, 16)
+            self.look = nn.Conv1d(16, 32, kernel_size=5)
+            self.answer = nn.Linear(32, 1)
+
+        def forward(self, texts):
+            found = self.look(self.embed(texts).transpose(1, 2)).relu()
+            return self.answer(found.amax(2)).squeeze(1)
+
+    def build_model():
+        torch.manual_seed(0)
+        return Direction()
+
+    def build_optimizer(model):
+        return torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+
+    def make_loader(rank, world_size, epoch):
+        texts = TensorDataset(text("train", block_size=32).tensors[0][:512])
+        order = torch.Generator().manual_seed(epoch)
+        return DataLoader(texts, 64, sampler=torch.randperm(512, generator=order))
+
+    seen = 0
+
+    def train_step(model, optimizer, batch):
+        nonlocal seen
+        (texts,) = batch
+        turned = torch.rand(len(texts)) < 0.5
+        texts = torch.where(turned[:, None], texts.flip(1), texts)
+        seen += len(texts)
+        optimizer.param_groups[0]["lr"] = 0.3 * min(1, seen / 1024)
+        optimizer.zero_grad()
+        logits = model(texts)
+        F.binary_cross_entropy_with_logits(logits, turned.to(logits.dtype)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    return parity.Training(build_model, build_optimizer, make_loader, train_step)
+
+
+def _alone(training: parity.Training) -> tuple[parity.Record, parity.Record]:
+    """What one process does with the answer, and with the script."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    mine, theirs = (
+        parity.record(each, epochs=2, steps=STEPS) for each in (training, _script())
+    )
+    return mine, theirs
+
+
+def _moves_it(my_move: Callable) -> bool | str:
+    """Whether two workers train like one process, and that one what the script trains."""
+    training = my_move()
+    if not isinstance(training, parity.Training):
+        return f"my_move() returns a {type(training).__name__}: return a Training."
+    report = parity.check(training, world_sizes=(2,), steps=STEPS)
+    if not report.ok:
+        name, sentence, evidence = report.findings[0]
+        return f"The tool says {name}: {sentence}. Its evidence: {evidence}."
+    mine, theirs = run_ranks(_alone, 1, training, timeout=120)[0]
+    return _trains_the_script(mine, theirs)
+
+
+def _trains_the_script(mine: parity.Record, theirs: parity.Record) -> bool | str:
+    if mine.start != theirs.start:
+        return "The first weights are not those of the script: seed 0, then its model."
+    sizes = {len(step.items) for step in mine.steps}
+    if sizes != {64}:
+        return f"In one process a step takes {sorted(sizes)} texts, in the script 64."
+    if not mine.drew:
+        return "No text is turned around by chance."
+    rates = [
+        [round(rate, 9) for update in record.updates for rate in update.rates]
+        for record in (mine, theirs)
+    ]
+    if rates[0] != rates[1]:
+        return f"One process has the learning rates {rates[0]}, the script {rates[1]}."
+    if [u.most for u in mine.updates] != [u.most for u in theirs.updates]:
+        return "Gradients are not clipped as in the script, once and to 1.0."
+    return True
+
+
+EXERCISES: dict[str, Exercise] = {
+    # 03-fsdp-deepspeed/06_move_your_own_training.ipynb
+    "name the mistake": Exercise(
+        _names_the_mistakes,
+        (
+            "What does DDP do in backward, and what does a colleague do before or after?",
+            "After backward all ranks have one gradient. What else has to be equal?",
+        ),
+    ),
+    "move it alone": Exercise(
+        _moves_it,
+        (
+            "Which lines of the script count texts, draw by chance, or choose an order?",
+            "On two ranks, len(batch) is half of the global batch: who counts with it?",
+            "Print parity.check(my_move(), world_sizes=[2]): it has all findings.",
+        ),
+    ),
+}
