@@ -45,8 +45,9 @@ def side_trips(cells: list) -> dict[str, list]:
 
 
 def minutes_to_read(cells: list) -> int:
-    """Return the minutes that words and lines of code take."""
-    words = sum(len(c.source.split()) for c in cells if c.cell_type == "markdown")
+    """Return the minutes that words and lines of code take, without the line of times."""
+    texts = [TIME.sub("", c.source) for c in cells if c.cell_type == "markdown"]
+    words = sum(len(text.split()) for text in texts)
     code = sum(lines(cell) for cell in cells if cell.cell_type == "code")
     return round(words / WORDS_PER_MINUTE + code / LINES_PER_MINUTE)
 
