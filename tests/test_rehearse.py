@@ -26,7 +26,10 @@ def seat(folder: Path, source: str) -> Path:
     return folder
 
 
-@pytest.mark.covers("make rehearse SEATS=seats.txt")
+@pytest.mark.covers(
+    "make rehearse SEATS=seats.txt",
+    ".venv/bin/python -m tests.tools.rehearse seats.txt --lessons 02/01 02/02",
+)
 def test_two_seats_one_of_which_fails(tmp_path, monkeypatch, capsys):
     good = seat(tmp_path / "a seat", "print('Proved: it runs')")
     bad = seat(tmp_path / "bad", "1 / 0")
