@@ -1,6 +1,6 @@
 """Draw the two pictures of the README, the proof and memory, from runs on this CPU.
 
-`python -m tests.tools.pictures` trains for a minute and writes docs/pictures/*.svg. They
+`python -m tests.tools.pictures` trains for minutes and writes docs/pictures/*.svg. They
 have a white ground, so that they can be read on a dark page as well as on a light one.
 Those that lessons draw are copied by tests/tools/notebooks/pictures.py.
 """
