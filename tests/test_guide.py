@@ -20,7 +20,11 @@ LESSON = re.compile(
 LESSONS = {found["number"]: found for found in LESSON.finditer(TEXT)}
 ROUTE = {n: path for n, path in guide.by_number().items() if n[3:].isdigit()}
 LINK = re.compile(r"\[(?P<text>[^\]]+|`[^`]+`[^\]]*)\]\((?P<target>[^)\s]+)\)")
-OWN_SECTIONS = ("Exercises", "Summary", "Three questions")  # of each lesson: they need no row
+OWN_SECTIONS = (
+    "Exercises",
+    "Summary",
+    "Three questions",
+)  # of each lesson: they need no row
 
 
 def cells(path):

@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[2]
 CORRECTED = "**Corrected since you edited the cell above.** This is how it is now:"
 # What git says of a merge or rebase that has not ended.
 UNFINISHED = ("MERGE_HEAD", "CHERRY_PICK_HEAD", "REVERT_HEAD", "rebase-merge")
+MOST_SECONDS = 300  # of one command of git; a slow network needs some of them
 
 
 def git(root: Path, *arguments: str, wrong: str = "") -> bytes:
@@ -39,8 +40,17 @@ def git(root: Path, *arguments: str, wrong: str = "") -> bytes:
     environment = os.environ | {"GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
     try:
         done = subprocess.run(
-            ["git", *arguments], cwd=root, env=environment, capture_output=True
+            ["git", *arguments],
+            cwd=root,
+            env=environment,
+            capture_output=True,
+            timeout=MOST_SECONDS,
         )
+    except subprocess.TimeoutExpired:
+        raise BadInput(
+            f"{wrong or 'Nothing was changed'}; git did not end in {MOST_SECONDS} s: "
+            "look whether the network is there, and try again."
+        ) from None
     except FileNotFoundError:
         raise BadInput("git is not installed: ask who runs this machine.") from None
     if done.returncode:
