@@ -20,7 +20,8 @@ LESSON = re.compile(
 LESSONS = {found["number"]: found for found in LESSON.finditer(TEXT)}
 ROUTE = {n: path for n, path in guide.by_number().items() if n[3:].isdigit()}
 LINK = re.compile(r"\[(?P<text>[^\]]+|`[^`]+`[^\]]*)\]\((?P<target>[^)\s]+)\)")
-OWN_SECTIONS = (
+# Of each lesson: they need no row.
+OWN_SECTIONS = ("Exercises", "Summary", "Three questions")
     "Exercises",
     "Summary",
     "Three questions",

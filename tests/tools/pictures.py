@@ -102,7 +102,7 @@ def state_on_ranks(name: str) -> memory.State:
         state = zero_state_bytes(engine)
     else:
         dist.init_process_group("gloo")
-        model = sharding.build_model(torch.float32)
+        model: torch.nn.Module = sharding.build_model(torch.float32)
         if name == "FSDP2":
             mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
             model = sharding.shard(model, mesh=mesh)
