@@ -84,11 +84,12 @@ def test_under_torchrun_the_last_line_is_the_sentence(small_disk):
 @pytest.mark.slow
 @pytest.mark.xdist_group("ray")
 def test_under_ray_the_last_line_is_the_sentence(small_disk):
-    """Ray's copy to the storage of the run fails, on the worker that reports."""
+    """torch.save fails in the run's folder; torch does not say that the disk is full."""
     arguments = ["--num-workers", 1, "--epochs", 1, "--batch-size", 1400]
     arguments += ["--checkpoint-dir", small_disk]
     last = launch([sys.executable], scripts.TRAIN_RAY_DDP, *arguments)
-    assert re.fullmatch(rf"train_ray_ddp\.py: The checkpoint {SENTENCE}.*", last), last
+    sentence = SENTENCE.replace(r".*No space left on device", r"is the disk full\?")
+    assert re.fullmatch(rf"train_ray_ddp\.py: The checkpoint {sentence}.*", last), last
 
 
 def test_other_errors_stay_what_they_are():

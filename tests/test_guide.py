@@ -22,10 +22,6 @@ ROUTE = {n: path for n, path in guide.by_number().items() if n[3:].isdigit()}
 LINK = re.compile(r"\[(?P<text>[^\]]+|`[^`]+`[^\]]*)\]\((?P<target>[^)\s]+)\)")
 # Of each lesson: they need no row.
 OWN_SECTIONS = ("Exercises", "Summary", "Three questions")
-    "Exercises",
-    "Summary",
-    "Three questions",
-)  # of each lesson: they need no row
 
 
 def cells(path):

@@ -205,7 +205,8 @@ def load(script, folder: Path, monkeypatch, run=RUN) -> dict:
         return script.load_checkpoint(args, *build())
     there = Checkpoint.from_directory(folder)
     monkeypatch.setattr(ray.train, "get_checkpoint", lambda: there)
-    return script.load_latest(*build(), {"run": run, "checkpoint_dir": folder})
+    config = {"run": run, "checkpoint_dir": folder, "epochs": 9}
+    return script.load_latest(*build(), config)
 
 
 @BOTH

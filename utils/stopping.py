@@ -39,6 +39,7 @@ class Stop:
         self, file: Path | None = None, notice: Callable[[], object] | None = None
     ):
         self.file, self.notice = file, notice
+        self.told = False  # by SIGTERM, perhaps while ranks are agreeing
         self.asked, self.noticed, self.last_look = NOTHING, False, time.monotonic()
         # Ranks agree on CPUs: a GPU would first have to finish its step.
         self.group: Any = dist.new_group(backend="gloo")
@@ -46,7 +47,7 @@ class Stop:
             signal.signal(signal.SIGTERM, self._sigterm)
 
     def _sigterm(self, *_) -> None:
-        self.asked = STOP
+        self.told = True
 
     def agreed(self) -> int:
         """Return what all ranks are to do now: NOTHING, SAVE, or save and STOP.
@@ -58,10 +59,11 @@ class Stop:
         look = False
         if dist.get_rank() == 0:
             if self.file and self.file.exists():
-                self.asked = STOP
+                self.told = True
             is_due = time.monotonic() - self.last_look > NOTICE_EVERY_S
             look = bool(self.notice) and is_due
-        said = torch.tensor([self.asked, look], dtype=torch.uint8)
+        asked = STOP if self.told else NOTHING
+        said = torch.tensor([asked, look], dtype=torch.uint8)
         dist.all_reduce(said, dist.ReduceOp.MAX, group=self.group)
         self.asked, look = said.tolist()
         if look and self.notice:  # all ranks have to ask together
