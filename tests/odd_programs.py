@@ -332,8 +332,9 @@ def adam_by_ranks(model):
 
 
 def step_on_changed_items(model, optimizer, batch):
-    """All items but the first are changed on their way into the model."""
-    inputs = torch.cat([batch[0][:1], batch[0][1:] / 2])
+    """Some items are changed on their way into the model, whoever is beside them."""
+    kept = batch[0][:, :1] > 0
+    inputs = torch.where(kept, batch[0], batch[0] / 2)
     return train_step(model, optimizer, [inputs, batch[1]])
 
 

@@ -92,7 +92,8 @@ def _moves_it(my_move: Callable) -> bool | str:
     """Whether two workers train like one process, and that one what the script trains."""
     training = my_move()
     if not isinstance(training, parity.Training):
-        return f"my_move() returns a {type(training).__name__}: return a Training."
+        found = type(training).__name__
+        return f"my_move() returns something of type {found}: return a Training."
     report = parity.check(training, world_sizes=(2,), steps=STEPS)
     if not report.ok:
         name, sentence, evidence = report.findings[0]
