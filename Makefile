@@ -10,7 +10,7 @@ RUN := PATH="$(CURDIR)/.venv/bin:$$PATH" $(PY)
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lab test test-all test-weekly electives test-electives keras book coverage tour record bench gpu lint doctor clean catch-up update rehearse wheelhouse progress
+.PHONY: help setup wheelhouse lab test test-all test-weekly electives test-electives keras book coverage tour record progress bench gpu lint doctor clean catch-up update rehearse
 
 help: ## print what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
