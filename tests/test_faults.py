@@ -160,6 +160,7 @@ def test_sigkill_of_driver_and_controller(tmp_path):
     assert np.array_equal(result, undisturbed())
 
 
+@pytest.mark.weekly  # tests/test_full_disk.py fills one in every change
 def test_storage_that_fills_up_and_turns_read_only(small_disk, tmp_path):
     """Each ends the run with an error; mended, it goes on where it was."""
     logs = [tmp_path / name for name in ("full", "protected", "mended")]

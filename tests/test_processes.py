@@ -175,7 +175,7 @@ def test_other_c_libraries_have_no_such_setting(monkeypatch, platform):
     processes.keep_freed_memory()
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
 @pytest.mark.xdist_group("ray")
 def test_ray_workers_keep_the_memory_that_they_freed(by_value, tmp_path):

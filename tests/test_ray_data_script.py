@@ -147,7 +147,7 @@ def test_a_run_ends_with_the_sentence_of_a_task(whole_files):
     assert "imported before utils.cluster" not in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.usefixtures("own_ray")
 def test_a_run_on_its_own_data_keeps_what_it_saved_when_that_is_damaged(
     tmp_path, call, monkeypatch
