@@ -24,7 +24,8 @@ from tests.machines import Machine, machines
 from tests.patience import PATIENCE, wait_until
 from utils import nodes
 
-pytestmark = [pytest.mark.part02, pytest.mark.slow]
+# Seven minutes beside 02/06 and 02/07, which start several nodes of Ray in every change.
+pytestmark = [pytest.mark.part02, pytest.mark.weekly]
 
 RAY = [nodes.python(), "-m", "ray.scripts.scripts"]  # what `ray` is
 TOKEN = "1" * 64
