@@ -13,9 +13,8 @@ from utils.datasets import digits
 
 EPOCHS, BATCH_SIZE, LR, CLIP = 40, 64, 1e-2, 0.1
 HOLE = 10  # pixels along each edge
-train_set = TensorDataset(
-    digits("train").tensors[0][:256]
-)  # [256, 1, 28, 28], no labels
+images, _ = digits("train").tensors
+train_set = TensorDataset(images[:256])  # [256, 1, 28, 28], no labels
 test_images = digits("test").tensors[0]  # [360, 1, 28, 28]
 STEPS = len(train_set) // BATCH_SIZE  # of an epoch
 

@@ -1,11 +1,14 @@
 """Checks of the last lesson: naming mistakes, and a script that the reader moves alone."""
 
+import importlib.util
 from collections.abc import Callable
+from pathlib import Path
 
 from utils import parity
 from utils.checks.exercise import Exercise
 from utils.launch import run_ranks
 
+SCRIPT = Path(__file__).parents[2] / "03-fsdp-deepspeed" / "which_way.py"
 STEPS = 4  # of each of two epochs
 NAMES = {
     "A": "not averaged",
@@ -28,36 +31,28 @@ def _names_the_mistakes(answer) -> bool | str:
 
 
 def _script() -> parity.Training:
-    """The script of the lesson, as functions for one process."""
+    """The script of the lesson, as functions for one process; a batch in one piece."""
     import torch
     from torch import nn
     from torch.nn import functional as F
-    from torch.utils.data import DataLoader, TensorDataset
+    from torch.utils.data import DataLoader, RandomSampler
 
-    from utils.datasets import text
-
-    class Direction(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed = nn.Embedding(256, 16)
-            self.look = nn.Conv1d(16, 32, kernel_size=5)
-            self.answer = nn.Linear(32, 1)
-
-        def forward(self, texts):
-            found = self.look(self.embed(texts).transpose(1, 2)).relu()
-            return self.answer(found.amax(2)).squeeze(1)
+    spec = importlib.util.spec_from_file_location(SCRIPT.stem, SCRIPT)
+    assert spec and spec.loader
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
 
     def build_model():
         torch.manual_seed(0)
-        return Direction()
+        return script.Direction()
 
     def build_optimizer(model):
-        return torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+        return torch.optim.SGD(model.parameters(), lr=script.LR, momentum=0.9)
 
     def make_loader(rank, world_size, epoch):
-        texts = TensorDataset(text("train", block_size=32).tensors[0][:512])
         order = torch.Generator().manual_seed(epoch)
-        return DataLoader(texts, 64, sampler=torch.randperm(512, generator=order))
+        sampler = RandomSampler(script.texts, generator=order)
+        return DataLoader(script.texts, script.BATCH_SIZE, sampler=sampler)
 
     seen = 0
 
@@ -67,7 +62,7 @@ def _script() -> parity.Training:
         turned = torch.rand(len(texts)) < 0.5
         texts = torch.where(turned[:, None], texts.flip(1), texts)
         seen += len(texts)
-        optimizer.param_groups[0]["lr"] = 0.3 * min(1, seen / 1024)
+        optimizer.param_groups[0]["lr"] = script.LR * min(1, seen / 1024)
         optimizer.zero_grad()
         logits = model(texts)
         F.binary_cross_entropy_with_logits(logits, turned.to(logits.dtype)).backward()
