@@ -16,10 +16,11 @@ LESSON = "01-part/01_tiny.ipynb"
 
 
 def seat(folder: Path, source: str) -> Path:
-    """A clone with one lesson."""
+    """A clone with one lesson and an environment, whose path may have a space."""
     (folder / "01-part").mkdir(parents=True)
     for name in ("tests", "utils", "README.md", "requirements.txt", "pyproject.toml"):
         (folder / name).symlink_to(notebooks.ROOT / name)
+    (folder / ".venv").symlink_to(sys.prefix)
     cells = [nbformat.v4.new_markdown_cell("# Tiny")]
     cells.append(nbformat.v4.new_code_cell(source))
     nbformat.write(nbformat.v4.new_notebook(cells=cells), folder / LESSON)

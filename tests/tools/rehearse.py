@@ -33,7 +33,7 @@ SAYS = {0: "ready", 1: "mend it", 2: "ask an administrator"}
 SCRIPT = """cd {folder} || exit 90
 [ -d .venv ] && PATH="$PWD/.venv/bin:$PATH"
 export PATH OMP_NUM_THREADS=1 PYTHONPATH="$PWD"
-exec $(command -v python || echo python3) -m {module} </dev/null
+exec "$(command -v python || echo python3)" -m {module} </dev/null
 """
 
 
