@@ -25,6 +25,9 @@ os.environ.update(RECORDING_ENVIRONMENT)
 importlib.import_module("utils")  # before Ray: it sets what that reads
 # This environment's programs (torchrun, ninja) first, also where it is not activated.
 os.environ["PATH"] = sysconfig.get_path("scripts") + os.pathsep + os.environ["PATH"]
+# A `make` that a test types says what it says to a person, also under `make test`.
+for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS"):
+    os.environ.pop(name, None)
 # A warning of our own code is an error here (pyproject.toml), and in processes started
 # by tests. PYTHONWARNINGS takes names of modules, not patterns.
 ROOT = Path(__file__).parent
