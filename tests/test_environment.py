@@ -208,7 +208,9 @@ def test_programs_of_this_environment_are_found():
 def test_make_alone_prints_every_target():
     makefile = (ROOT / "Makefile").read_text()
     targets = re.search(r"^\.PHONY: (.+)$", makefile, re.MULTILINE)[1].split()
-    shown = subprocess.check_output([*typed("make")], cwd=ROOT, text=True, timeout=PATIENCE)
+    shown = subprocess.check_output(
+        [*typed("make")], cwd=ROOT, text=True, timeout=PATIENCE
+    )
     lines = shown.splitlines()
     assert [line.split()[:2] for line in lines] == [["make", t] for t in targets]
     assert all(line.split()[2:] for line in lines)  # and what each one does
