@@ -168,6 +168,7 @@ def test_every_exercise_has_a_solution():
 
 
 @pytest.mark.weekly
+@pytest.mark.xdist_group("ray")
 @pytest.mark.parametrize("path", [LESSONS[0], LESSONS[5]], ids=lambda path: path.stem)
 def test_a_solved_copy_runs(path, tmp_path):
     """As a learner runs it: from the top, in the lesson's folder."""

@@ -1,0 +1,32 @@
+"""Lessons that start a Ray of their own, on a machine with more cores than workers need."""
+
+import re
+
+import pytest
+
+from tests.tools import notebooks
+from tests.tools.notebooks.execution import RECORDING_ENVIRONMENT, execute
+
+CORES = 16
+LESSONS = [
+    path
+    for path in notebooks.all_notebooks()
+    if re.search(r"start_ray\((\W|\\n)*num_workers", path.read_text())
+]
+
+
+@pytest.mark.weekly
+@pytest.mark.xdist_group("ray")
+@pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
+def test_a_lesson_runs_where_there_are_more_cores(path, tmp_path):
+    """Ray gets a CPU for each core: what a lesson says has to wait must wait there, too."""
+    startup = tmp_path / "profile_default" / "startup"
+    startup.mkdir(parents=True)
+    code = f"import os\nos.cpu_count = lambda: {CORES}\n"
+    (startup / "cores.py").write_text(code)
+    execute(path, RECORDING_ENVIRONMENT | {"IPYTHONDIR": str(tmp_path)})
+
+
+def test_lessons_are_found():
+    assert {path.parent.name[:2] for path in LESSONS} == {"02", "03"}
+    assert len(LESSONS) >= 5
