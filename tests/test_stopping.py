@@ -179,9 +179,9 @@ def test_a_run_killed_at_twenty_moments_of_its_saves_always_goes_on(
     folder, moments = tmp_path / "killed", random.Random(random.randrange(1000))
     # more than 20 starts get to the end of
     arguments = {
-        DDP: ["--epochs", "40"],
-        RAY: ["--epochs", "40", "--num-workers", "2"],
-        STREAM: [*STREAMED, "--num-epochs", "40"],
+        DDP: ["--epochs", "100"],
+        RAY: ["--epochs", "100", "--num-workers", "2"],
+        STREAM: [*STREAMED, "--num-epochs", "100"],
     }.get(script, ["--steps", "300", "--save-every", "5", *options])
     saving = 0
     for kill in range(20):
@@ -197,6 +197,7 @@ def test_a_run_killed_at_twenty_moments_of_its_saves_always_goes_on(
             if len(saves(folder) - before) >= nth:
                 saving += 1
                 break  # it is saving now
+        assert job.process.poll() is None, "ended before its kill" + "".join(job.lines)
         time.sleep(moments.uniform(0, 0.05))
         kill_family(job.process.pid)
         job.end()
