@@ -27,6 +27,16 @@ def test_trips_end_where_the_next_heading_begins(lesson):
     }
 
 
+def test_code_that_a_cell_shows_is_read_too():
+    cell = code("show.source(train)")
+    cell.outputs = [
+        nbformat.v4.new_output("display_data", {"text/markdown": block})
+        for block in ("```python\n" + "x = 1\n\n" * 20 + "```", "| a table |\n" * 30)
+    ]
+    assert outline.lines_shown(cell) == 20
+    assert outline.minutes_to_read([cell]) == 2
+
+
 def test_times_are_written_once_and_stay_as_they_are(lesson):
     outline.with_times(lesson, seconds=61)
     first = lesson.cells[0].source

@@ -22,6 +22,18 @@ def lines(cell) -> int:
     return sum(bool(line.strip()) for line in cell.source.splitlines())
 
 
+def lines_shown(cell) -> int:
+    """Count the lines of code that a cell shows of a script, by `utils.show`."""
+    shown = (output.get("data", {}) for output in cell.get("outputs", []))
+    blocks = [data.get("text/markdown", "") for data in shown]
+    return sum(
+        bool(line.strip())
+        for block in blocks
+        if block.startswith("```")
+        for line in block.splitlines()[1:-1]
+    )
+
+
 def begins(pattern: re.Pattern, cell) -> re.Match | None:
     """Return the match of a heading in a cell of text."""
     return pattern.search(cell.source) if cell.cell_type == "markdown" else None
@@ -45,11 +57,12 @@ def side_trips(cells: list) -> dict[str, list]:
 
 
 def minutes_to_read(cells: list) -> int:
-    """Return the minutes that words and lines of code take, without the line of times."""
+    """Return the minutes for words and lines of code, also of scripts that it shows."""
     texts = [TIME.sub("", c.source) for c in cells if c.cell_type == "markdown"]
     words = sum(len(text.split()) for text in texts)
-    code = sum(lines(cell) for cell in cells if cell.cell_type == "code")
-    return round(words / WORDS_PER_MINUTE + code / LINES_PER_MINUTE)
+    code = [cell for cell in cells if cell.cell_type == "code"]
+    code_lines = sum(lines(cell) + lines_shown(cell) for cell in code)
+    return round(words / WORDS_PER_MINUTE + code_lines / LINES_PER_MINUTE)
 
 
 def anchor(heading: str) -> str:
