@@ -380,7 +380,7 @@ import ray
 ray.init()
 address, *command = sys.argv[1:]
 (node,) = [n["NodeID"] for n in ray.nodes() if n["NodeManagerAddress"] == address]
-notice = ["--deadline-remaining-seconds=20", "--reason-message=a cloud takes it back"]
+notice = ["--deadline-remaining-seconds=8", "--reason-message=a cloud takes it back"]
 notice += ["--reason=DRAIN_NODE_REASON_PREEMPTION", f"--node-id={node}"]
 subprocess.run([*command, "drain-node", *notice], check=True, timeout=300)
 """
@@ -390,10 +390,11 @@ subprocess.run([*command, "drain-node", *notice], check=True, timeout=300)
 def test_a_notice_saves_in_mid_epoch_and_the_run_ends_as_an_undisturbed_one(tmp_path):
     with cluster(tmp_path, 3) as there:
         undisturbed, drained = there.shared / "undisturbed", there.shared / "drained"
-        epochs = ["--epochs", "40"]
-        code, out, err = there.driver(train_ray_ddp(undisturbed, *epochs)).end()
+        # an epoch takes longer than the deadline: none ends between notice and restart
+        long = ["--batch-size", "2"]
+        code, out, err = there.driver(train_ray_ddp(undisturbed, *long)).end()
         assert code == 0, f"{out}{err}"
-        run = there.driver(train_ray_ddp(drained, *epochs))
+        run = there.driver(train_ray_ddp(drained, *long))
         wait_for(lambda: "epoch 1:" in run.out.read_text(), run)
         node = next(n for n in there.nodes if n.processes("RayTrainWorker"))
         code, out, err = there.driver(["-c", DRAIN, node.address, *RAY]).end()
