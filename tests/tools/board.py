@@ -92,7 +92,7 @@ def take_picture(logs: Path, picture: Path) -> None:
         )
     finally:
         server.terminate()
-        server.wait()
+        server.wait(PATIENCE)
 
 
 def runs_read(page: str) -> bool:
