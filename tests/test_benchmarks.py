@@ -3,11 +3,14 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import nbformat
 import numpy as np
 import pytest
+import ray.train
 import torch
+import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -38,6 +41,7 @@ from tests.tools.benchmarks.ratios import (
 )
 from tests.tools.benchmarks.rows import Row
 from utils import memory, timing
+from utils.launch import run_ranks
 from utils.models import GPT, SMOKE
 
 
@@ -363,6 +367,26 @@ def test_what_torchrun_starts_imports_no_more_than_a_script_does():
     names = {name.partition(".")[0] for name in done.split()}
     assert "torch" in names
     assert not names & {"ray", "scipy", "pandas", "matplotlib"}
+
+
+def saved_and_reported() -> tuple[int, int]:
+    """The bytes of the plain save, and of the checkpoint that Ray Train would get."""
+    dist.init_process_group("gloo")
+    sizes = []
+
+    def keep(metrics, checkpoint):
+        with checkpoint.as_directory() as folder:
+            sizes.extend(path.stat().st_size for path in Path(folder).iterdir())
+
+    ray.train.report = keep  # of this rank, which ends with this function
+    measured = loop.Loop(lambda model: model)
+    assert measured.report() > 0
+    return measured.save()[1], sum(sizes)
+
+
+def test_a_report_of_the_script_is_measured_and_saves_what_the_plain_save_does():
+    [(plain, reported)] = run_ranks(saved_and_reported, 1)
+    assert plain < reported < 1.001 * plain  # the report has the generators, too
 
 
 @pytest.mark.parametrize(("error", "verdict"), [(0.1, MET), (0.5, MISSED)])

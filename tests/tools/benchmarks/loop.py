@@ -54,7 +54,8 @@ class Loop:
         report = scripts.load(scripts.TRAIN_RAY_DDP).report
         dist.barrier()
         start = time.perf_counter()
-        report(self.plain, self.optimizer, {"epoch": 0}, {})
+        config = {"run": {}, "run_folder": None}  # as in `save`: below /tmp
+        report(self.plain, self.optimizer, {"epoch": 0}, config)
         return time.perf_counter() - start
 
     def save(self) -> tuple[float, int]:
