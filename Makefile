@@ -10,7 +10,7 @@ RUN := PATH="$(CURDIR)/.venv/bin:$$PATH" $(PY)
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup wheelhouse lab test test-all test-weekly electives test-electives keras book coverage tour record progress bench gpu lint doctor clean catch-up update rehearse
+.PHONY: help setup wheelhouse lab test test-all test-weekly electives test-electives keras book hub coverage tour record progress bench gpu lint doctor clean catch-up update rehearse
 
 help: ## print what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -109,6 +109,15 @@ book: .venv-book/.ready ## render notebooks, READMEs and guides as a book in bui
 	@$(PYTHON) -m venv .venv-browser && .venv-browser/bin/python -m pip install -r $< || { echo "Playwright could not be installed (the lines above say why); the lessons run without."; exit 1; }
 	@touch $@
 
+# For one machine that many people share (02-ddp-pytorch-ray/cluster/README.md), and for tests of that.
+ONE_MACHINE := 02-ddp-pytorch-ray/cluster/one-machine
+hub: .venv-hub/.ready ## install JupyterHub into .venv-hub, for one machine that many people share
+
+.venv-hub/.ready: $(ONE_MACHINE)/requirements.txt
+	@command -v npm >/dev/null || { echo "JupyterHub's proxy comes from npm, which is not here: install it, as by 'apt-get install npm'."; exit 1; }
+	@{ $(PYTHON) -m venv .venv-hub && .venv-hub/bin/python -m pip install -r $< && npm install --silent --no-fund --no-audit --prefix .venv-hub configurable-http-proxy@5.3.0; } || { echo "JupyterHub could not be installed (the lines above say why); the lessons run without."; exit 1; }
+	@touch $@
+
 # The table comes also if a test fails; then the command fails, too.
 coverage: $(READY) ## run what test-all runs, and print which lines of utils and the scripts it ran
 	@rm -rf build/coverage && mkdir -p build/coverage
@@ -138,7 +147,7 @@ doctor: ## say what this machine can run, and how to mend what it cannot
 	@if [ -x $(PY) ]; then $(RUN) -m utils.doctor; else $(PYTHON) -m utils.doctor; fi
 
 clean: ## remove .venv and build, with the checkpoints and downloaded data in build/storage
-	@rm -rf .venv .venv-keras .venv-book .venv-browser build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	@rm -rf .venv .venv-keras .venv-book .venv-browser .venv-hub build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
 # These install nothing: in a class, whoever is behind must not wait for packages.
 INSTALLED := @[ -x $(PY) ] || { echo "There is no environment in .venv yet: run 'make setup' first."; exit 1; }

@@ -53,6 +53,7 @@ ALLOWED = {
     "Prometheus is not installed here": installs_nothing,
     "no Chromium here: `apt-get install chromium`": installs_nothing,
     "no Playwright here: `make .venv-browser/.ready`": installs_nothing,
+    "no JupyterHub here: `make hub`": installs_nothing,
     "a chart's schema is not here and cannot be downloaded": no_schemas,
     "kubectl is not installed here": lambda: "GITHUB_ACTIONS" not in os.environ,
     "not installed: `make electives`": lacks_electives,

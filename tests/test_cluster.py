@@ -342,19 +342,20 @@ said = {said!r}
 from types import SimpleNamespace
 from utils import cluster
 import ray
-ports, free = [], iter([8265, 8266])
-cluster.free_port = lambda wanted: next(free)
+ports, wanted = [], []
+cluster.free_port = lambda first: wanted.append(first) or 8300 + len(wanted)
 def init(**options):
     ports.append(options["dashboard_port"])
     if len(ports) == 1:
         raise Exception(said)
     return SimpleNamespace(dashboard_url=f"127.0.0.1:{ports[-1]}")
 ray.init = init
-print(cluster._connect(1, "local", {}), ports)
+print(cluster._connect(1, "local", {}), ports, wanted)
 """
     )
     done = run(program)
-    assert done.stdout == "http://127.0.0.1:8266 [8265, 8266]\n", done.stderr
+    # the second time any port: whoever else tries again must not meet it there
+    assert done.stdout == "http://127.0.0.1:8302 [8301, 8302] [8265, 0]\n", done.stderr
 
 
 def test_a_cluster_in_this_machine_takes_another_port_if_one_was_taken_meanwhile():

@@ -272,7 +272,7 @@ def _connect(num_cpus: int, address: str | None, options: dict) -> str:
         where = on_loopback() if _is_on_loopback(address) else contextlib.nullcontext()
         with where:
             if address == "local":
-                context = twice(lambda: _start(options))
+                context = twice(lambda port: _start(options, port))
             else:  # its processes say themselves where its API server is
                 context = ray.init(**options)
     except AuthenticationError as error:
@@ -294,35 +294,37 @@ def _connect(num_cpus: int, address: str | None, options: dict) -> str:
     return f"http://{context.dashboard_url}" if context.dashboard_url else "off"
 
 
-def twice(start: Callable[[], Started]) -> Started:
-    """Call `start`, which starts Ray on this machine; once more if Ray gave up.
+def twice(start: Callable[[int], Started]) -> Started:
+    """Call `start(port)`, which starts Ray on this machine; once more if Ray gave up.
+
+    Its dashboard should get that port or the next free one; 0: any.
 
     A raylet waits 15 s for its agent, and no setting makes that more: where the machine is
     slow or busy, Ray gives up. Source: https://github.com/ray-project/ray/issues/65983
-    And where two start at once, as on a machine that people share, one of them may find
-    the port of its dashboard taken, which was free a moment ago.
+    And where several start at once, as on a machine that people share, all but one find
+    the port of their dashboard taken, which was free a moment ago. So it is any port then.
 
     Raises:
         BadInput: Ray gave up twice.
     """
-    for again in (True, False):
+    for port in (8265, 0):  # first Ray's own
         before = psutil.Process().children()
         try:
             with _any_agent_port():
-                return start()
+                return start(port)
         except Exception as error:  # Ray raises no kind of its own
             why = next((why for said, why in GAVE_UP.items() if said in str(error)), "")
             if not why:
                 raise
             _end(set(psutil.Process().children()) - set(before))  # Ray leaves them
-            if not again:
+            if not port:
                 raise BadInput(f"Ray did not start: twice {why}") from error
     raise AssertionError("it was started, or has raised")
 
 
-def _start(options: dict):
+def _start(options: dict, port: int):
     """Start Ray on this machine: what `ray.init` returns."""
-    port = options.get("dashboard_port") or free_port(8265)  # Ray's own, or the next
+    port = options.get("dashboard_port") or free_port(port)
     try:
         with api_server(f"127.0.0.1:{port}"):  # what Ray's processes inherit
             return ray.init(**options | {"dashboard_port": port})

@@ -70,11 +70,10 @@ def start(count: int, workers: int = 1, head_cpus: int = 2) -> Cluster:
     The head's CPUs are for whatever asks for no `trainer`. A node counts as lost after
     five missed health checks. They come every half second here, not every three.
     """
-    return twice(lambda: _start(count, workers, head_cpus))
+    return twice(lambda port: _start(count, workers, head_cpus, free_port(port)))
 
 
-def _start(count: int, workers: int, head_cpus: int) -> Cluster:
-    port = free_port(8265)
+def _start(count: int, workers: int, head_cpus: int, port: int) -> Cluster:
     head: dict[str, Any] = {"num_cpus": head_cpus, "dashboard_port": port}
     head["_system_config"] = {"health_check_period_ms": 500}
     # Else a head whose dashboard did not start would go on without it: no state, no jobs.

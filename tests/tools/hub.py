@@ -61,8 +61,11 @@ class Seat:
         answer.raise_for_status()
         return answer.json() if answer.text else {}
 
-    def run(self, code: str) -> str:
+    def run(self, code: str, keep: bool = False) -> str:
         """Run Python code in a kernel of the seat; what it prints.
+
+        Args:
+            keep: leave the kernel there, as somebody does who closes the browser.
 
         Raises:
             RuntimeError: the code raises.
@@ -100,7 +103,8 @@ class Seat:
             return printed
         finally:
             channel.close()
-            self.ask("DELETE", f"/user/{self.name}/api/kernels/{kernel}")
+            if not keep:
+                self.ask("DELETE", f"/user/{self.name}/api/kernels/{kernel}")
 
     def stop(self) -> None:
         """End the server: its home stays."""

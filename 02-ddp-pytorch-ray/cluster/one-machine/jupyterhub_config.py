@@ -1,0 +1,144 @@
+"""JupyterHub on one shared machine: a seat for each account of the group `workshop`.
+
+Started as root in the root of the repository, as the hub becomes whoever logs in: README.md
+of the folder above, "One shared machine", has all steps. Options:
+https://jupyterhub.readthedocs.io/en/5.5.0/reference/config-reference.html
+"""
+
+import asyncio
+import contextlib
+import os
+import pwd
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+from jupyterhub.spawner import LocalProcessSpawner
+
+LESSONS = (
+    Path(__file__).resolve().parents[3]
+)  # root's: everybody reads it, nobody writes
+HUB = LESSONS / ".venv-hub"
+CGROUPS, MEMBERS = Path("/sys/fs/cgroup"), "cgroup.procs"
+PERIOD_US = 100_000
+# As the person, in the home: lessons of another commit stay beside these. Ray and others
+# write to a folder of /tmp that nobody else may enter.
+PREPARE = """
+umask 077 && mkdir -p "/tmp/seat-$USER" "$HOME/storage"
+there="$HOME/workshop-$0"
+[ -e "$there" ] || {
+  rm -rf "$there.new" && mkdir "$there.new" &&
+  tar --extract --directory "$there.new" && mv "$there.new" "$there"
+}
+"""
+
+
+class Seat(LocalProcessSpawner):
+    """A person's JupyterLab, with a share of the machine for all its processes together."""
+
+    def make_preexec_fn(self, name: str) -> Callable[[], None]:
+        """Return what the new process does first: enter the groups, then be `name`."""
+        become = super().make_preexec_fn(name)
+        groups = control_groups(name, int(self.mem_limit), float(self.cpu_limit))
+
+        def enter_and_become() -> None:
+            for group in groups:
+                (group / MEMBERS).write_text(str(os.getpid()))
+            become()
+
+        return enter_and_become
+
+    async def stop(self, now: bool = False) -> None:
+        """End the server, and what it leaves: a kernel that trains does not end at once."""
+        await super().stop(now)
+        groups = control_groups(
+            self.user.name, int(self.mem_limit), float(self.cpu_limit)
+        )
+        while left := (groups[0] / MEMBERS).read_text().split():
+            for number in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(number), signal.SIGKILL)
+            await asyncio.sleep(0.1)
+
+    def get_env(self) -> dict[str, str]:
+        home, own = pwd.getpwnam(self.user.name).pw_dir, f"/tmp/seat-{self.user.name}"
+        places = {
+            "WORKSHOP_STORAGE": f"{home}/storage",
+            "TMPDIR": own,
+            "RAY_TMPDIR": own,
+        }
+        return super().get_env() | places
+
+
+def control_groups(name: str, memory: int, cpus: float) -> list[Path]:
+    """Limit what a person's processes take together (Linux, cgroups of version 1 or 2).
+
+    Args:
+        memory: bytes; the kernel ends a process of a person who takes more.
+        cpus: how many cores' time they get.
+
+    Returns:
+        the groups: whoever writes a process's number into their file MEMBERS puts it in.
+    """
+    quota = int(cpus * PERIOD_US)
+    if (CGROUPS / "cgroup.controllers").exists():  # version 2
+        room = CGROUPS / "workshop"
+        room.mkdir(exist_ok=True)
+        for above in (CGROUPS, room):
+            (above / "cgroup.subtree_control").write_text("+cpu +memory")
+        limits = {"memory.max": memory, "cpu.max": f"{quota} {PERIOD_US}"}
+        return [limited(room / name, limits)]
+    limits = {"cpu.cfs_period_us": PERIOD_US, "cpu.cfs_quota_us": quota}
+    return [
+        limited(CGROUPS / "memory/workshop" / name, {"memory.limit_in_bytes": memory}),
+        limited(CGROUPS / "cpu/workshop" / name, limits),
+    ]
+
+
+def limited(group: Path, limits: dict[str, object]) -> Path:
+    """Make a control group with these limits."""
+    group.mkdir(parents=True, exist_ok=True)
+    for file, limit in limits.items():
+        (group / file).write_text(str(limit))
+    return group
+
+
+def prepare(seat: Seat) -> None:
+    """Give a person a copy of the lessons, and folders of their own."""
+    git = ["git", "-C", LESSONS]
+    commit = subprocess.check_output(
+        [*git, "rev-parse", "--short=12", "HEAD"], text=True
+    )
+    lessons = subprocess.check_output([*git, "archive", "HEAD"])
+    su = ["su", "--login", "--shell", "/bin/sh", "--command", PREPARE, seat.user.name]
+    subprocess.run(
+        [*su, commit.strip()], input=lessons, check=True, capture_output=True
+    )
+
+
+c = get_config()  # noqa: F821  # type: ignore  # JupyterHub defines it
+c.JupyterHub.spawner_class = Seat
+c.JupyterHub.bind_url = "http://127.0.0.1:8000"  # until there is a certificate
+c.JupyterHub.cookie_secret_file = str(HUB / "cookie_secret")
+c.JupyterHub.db_url = f"sqlite:///{HUB}/jupyterhub.sqlite"
+c.ConfigurableHTTPProxy.command = [f"{HUB}/node_modules/.bin/configurable-http-proxy"]
+c.ConfigurableHTTPProxy.pid_file = str(HUB / "proxy.pid")
+c.LocalAuthenticator.allowed_groups = {
+    "workshop"
+}  # with the passwords of their accounts
+c.Seat.cmd = [f"{HUB}/bin/jupyterhub-singleuser"]
+c.Seat.default_url = "/lab"
+c.Seat.args = [
+    "--KernelManager.transport=ipc"
+]  # of TCP, everybody here could read outputs
+c.Seat.notebook_dir = "~"
+c.Seat.mem_limit = "10G"
+c.Seat.cpu_limit = 2
+c.Seat.pre_spawn_hook = prepare
+c.Seat.http_timeout = c.Seat.start_timeout = 300  # when thirty people start at once
+c.Seat.environment = {
+    "PATH": f"{LESSONS}/.venv/bin:{os.environ['PATH']}",
+    "JUPYTER_PATH": f"{LESSONS}/.venv/share/jupyter",  # the kernel of the workshop
+    "OMP_NUM_THREADS": "1",  # ranks share the cores
+}

@@ -1,0 +1,144 @@
+"""JupyterHub on this machine, with accounts that exist only for it.
+
+For Linux and root. The hub runs in namespaces of its own for mounts and processes: there
+`/etc`, `/home` and `/tmp` are copies or new, so an account is made as on a real machine and
+is gone afterwards, with everything that it started. `make hub` installs it.
+"""
+
+import contextlib
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+import requests
+
+from tests.patience import PATIENCE, wait_until
+from tests.skips import ROOT, may_mount
+from tests.tools.hub import Seat
+from utils.processes import free_port
+
+CONFIG = ROOT / "02-ddp-pytorch-ray/cluster/one-machine/jupyterhub_config.py"
+HUB = ROOT / ".venv-hub"
+OWN = "/home/.hub"  # in there: what a hub installed for long keeps beside its packages
+# What the README's steps do to a machine, in namespaces. $1 is an empty folder. $2 is a
+# folder that is closed to others, if Python, $3, is below one: it is opened as far as that.
+START = """
+set -e
+mount -t tmpfs tmpfs "$1"
+cp -a /etc "$1/etc" && mount --bind "$1/etc" /etc
+mkdir -p "$1/home/.hub" && chmod 700 "$1/home/.hub" && mount --bind "$1/home" /home
+closed=$2 python=$3
+if [ -n "$closed" ]; then
+  mkdir -p "$1/opened/${python#"$closed"/}"
+  mount --bind "$python" "$1/opened/${python#"$closed"/}"
+  mount --rbind "$1/opened" "$closed"
+fi
+mkdir -m 1777 "$1/tmp" && mount --bind "$1/tmp" /tmp
+shift 3
+groupadd workshop
+while [ "$1" != -- ]; do
+  useradd --create-home --groups workshop --shell /bin/bash "$1"
+  chmod 700 "/home/$1"
+  echo "$1:$2" | chpasswd
+  shift 2
+done
+shift
+exec "$@"
+"""
+
+
+@dataclass
+class Hub:
+    """A hub that answers at `url`; `people` are names with their passwords."""
+
+    url: str
+    people: dict[str, str]
+    process: psutil.Process
+
+    def seat(self, name: str) -> Seat:
+        """Log in, and start the server."""
+        return Seat(self.url, name, self.people[name])
+
+    def of_user(self, uid: int) -> list[psutil.Process]:
+        """What runs as this person, zombies left out."""
+        found = []
+        for process in self.process.children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                dead = process.status() == psutil.STATUS_ZOMBIE
+                if process.uids().real == uid and not dead:
+                    found.append(process)
+        return found
+
+
+def closed_folder(path: Path) -> Path | None:
+    """The highest folder above a path that other users may not enter."""
+    above = reversed(path.parents)
+    return next((folder for folder in above if not folder.stat().st_mode & 1), None)
+
+
+@contextlib.contextmanager
+def hub(folder: Path, *names: str, **settings: object) -> Iterator[Hub]:
+    """A hub for these names; `settings` are of `Seat`, for its command line."""
+    if not may_mount():
+        pytest.skip("this user may not make network namespaces")
+    if not (HUB / ".ready").exists():
+        pytest.skip("no JupyterHub here: `make hub`")
+    (inside := folder / "inside").mkdir()
+    people = {name: secrets.token_hex(8) for name in names}
+    python = Path(sys.base_prefix)
+    closed = closed_folder(python) or ""
+    accounts = [word for pair in people.items() for word in pair]
+    url = f"http://127.0.0.1:{free_port()}"
+    command = [HUB / "bin/jupyterhub", "--config", CONFIG]
+    command += [f"--JupyterHub.bind_url={url}"]
+    command += [f"--JupyterHub.hub_bind_url=http://127.0.0.1:{free_port()}"]
+    command += [f"--ConfigurableHTTPProxy.api_url=http://127.0.0.1:{free_port()}"]
+    command += [f"--JupyterHub.db_url=sqlite:///{OWN}/hub.sqlite"]
+    command += [f"--JupyterHub.cookie_secret_file={OWN}/cookie_secret"]
+    command += [f"--ConfigurableHTTPProxy.pid_file={OWN}/proxy.pid"]
+    command += [f"--Seat.{name}={value}" for name, value in settings.items()]
+    alone = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    started = ["sh", "-c", START, "sh", inside, closed, python, *accounts, "--"]
+    log = folder / "hub.log"
+    with log.open("w") as output:
+        job = subprocess.Popen(
+            [*alone, *map(str, started), *map(str, command)],
+            env=os.environ | {"PATH": f"{HUB / 'bin'}:{os.environ['PATH']}"},
+            stdout=output,
+            stderr=output,
+        )
+    try:
+        wait_until(lambda: answers(url), job, log.read_text)
+        yield Hub(url, people, psutil.Process(job.pid))
+    except BaseException:
+        print(log.read_text()[-5000:])
+        raise
+    finally:
+        job.kill()  # and with it all that it has started
+        job.wait(PATIENCE)
+        for controller in ("memory", "cpu", "."):
+            remove_groups(Path("/sys/fs/cgroup", controller, "workshop"))
+
+
+def answers(url: str) -> bool:
+    try:
+        return requests.get(f"{url}/hub/health", timeout=60).ok
+    except requests.ConnectionError:
+        return False
+
+
+def remove_groups(room: Path) -> None:
+    """Remove the control groups; the last process takes a moment to leave."""
+    deadline = time.monotonic() + 60
+    for group in [*room.glob("*/"), room]:
+        while group.exists() and time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                group.rmdir()
+            time.sleep(0.1)
