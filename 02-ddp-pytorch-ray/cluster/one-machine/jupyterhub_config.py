@@ -22,6 +22,7 @@ LESSONS = (
 HUB = LESSONS / ".venv-hub"
 CGROUPS, MEMBERS = Path("/sys/fs/cgroup"), "cgroup.procs"
 PERIOD_US = 100_000
+LONG_S = 300  # when thirty people start at once
 # As the person, in the home: lessons of another commit stay beside these. Ray and others
 # write to a folder of /tmp that nobody else may enter.
 PREPARE = """
@@ -107,13 +108,12 @@ def limited(group: Path, limits: dict[str, object]) -> Path:
 def prepare(seat: Seat) -> None:
     """Give a person a copy of the lessons, and folders of their own."""
     git = ["git", "-C", LESSONS]
-    commit = subprocess.check_output(
-        [*git, "rev-parse", "--short=12", "HEAD"], text=True
-    )
-    lessons = subprocess.check_output([*git, "archive", "HEAD"])
+    name = [*git, "rev-parse", "--short=12", "HEAD"]
+    commit = subprocess.check_output(name, text=True, timeout=LONG_S).strip()
+    lessons = subprocess.check_output([*git, "archive", "HEAD"], timeout=LONG_S)
     su = ["su", "--login", "--shell", "/bin/sh", "--command", PREPARE, seat.user.name]
     subprocess.run(
-        [*su, commit.strip()], input=lessons, check=True, capture_output=True
+        [*su, commit], input=lessons, check=True, capture_output=True, timeout=LONG_S
     )
 
 
@@ -136,7 +136,7 @@ c.Seat.notebook_dir = "~"
 c.Seat.mem_limit = "10G"
 c.Seat.cpu_limit = 2
 c.Seat.pre_spawn_hook = prepare
-c.Seat.http_timeout = c.Seat.start_timeout = 300  # when thirty people start at once
+c.Seat.http_timeout = c.Seat.start_timeout = LONG_S
 c.Seat.environment = {
     "PATH": f"{LESSONS}/.venv/bin:{os.environ['PATH']}",
     "JUPYTER_PATH": f"{LESSONS}/.venv/share/jupyter",  # the kernel of the workshop
