@@ -8,6 +8,7 @@ is gone afterwards, with everything that it started. `make hub` installs it.
 import contextlib
 import os
 import secrets
+import shlex
 import subprocess
 import sys
 import time
@@ -27,21 +28,16 @@ from utils.processes import free_port
 CONFIG = ROOT / "02-ddp-pytorch-ray/cluster/one-machine/jupyterhub_config.py"
 HUB = ROOT / ".venv-hub"
 OWN = "/home/.hub"  # in there: what a hub installed for long keeps beside its packages
-# What the README's steps do to a machine, in namespaces. $1 is an empty folder. $2 is a
-# folder that is closed to others, if Python, $3, is below one: it is opened as far as that.
+# What the README's steps do to a machine, in namespaces. $1 is an empty folder; %s opens
+# what accounts have to read below folders that are closed to them.
 START = """
 set -e
 mount -t tmpfs tmpfs "$1"
 cp -a /etc "$1/etc" && mount --bind "$1/etc" /etc
 mkdir -p "$1/home/.hub" && chmod 700 "$1/home/.hub" && mount --bind "$1/home" /home
-closed=$2 python=$3
-if [ -n "$closed" ]; then
-  mkdir -p "$1/opened/${python#"$closed"/}"
-  mount --bind "$python" "$1/opened/${python#"$closed"/}"
-  mount --rbind "$1/opened" "$closed"
-fi
+%s
 mkdir -m 1777 "$1/tmp" && mount --bind "$1/tmp" /tmp
-shift 3
+shift
 groupadd workshop
 while [ "$1" != -- ]; do
   useradd --create-home --groups workshop --shell /bin/bash "$1"
@@ -77,10 +73,23 @@ class Hub:
         return found
 
 
-def closed_folder(path: Path) -> Path | None:
-    """The highest folder above a path that other users may not enter."""
-    above = reversed(path.parents)
-    return next((folder for folder in above if not folder.stat().st_mode & 1), None)
+def opened(*paths: Path) -> str:
+    """Lines for a shell: of each closed folder above these paths, show the paths alone."""
+    below: dict[Path, set[Path]] = {}
+    for path in paths:
+        above = reversed(path.parents)
+        if closed := next((up for up in above if not up.stat().st_mode & 1), None):
+            below.setdefault(closed, set()).add(path)
+    lines = []
+    for closed, shown in below.items():
+        for path in shown:
+            place = f'"$1/opened"{shlex.quote(str(path))}'
+            lines += [
+                f"mkdir -p {place}",
+                f"mount --bind {shlex.quote(str(path))} {place}",
+            ]
+        lines += [f'mount --rbind "$1/opened"{closed} {closed}']
+    return "\n".join(lines)
 
 
 @contextlib.contextmanager
@@ -92,8 +101,7 @@ def hub(folder: Path, *names: str, **settings: object) -> Iterator[Hub]:
         pytest.skip("no JupyterHub here: `make hub`")
     (inside := folder / "inside").mkdir()
     people = {name: secrets.token_hex(8) for name in names}
-    python = Path(sys.base_prefix)
-    closed = closed_folder(python) or ""
+    script = START % opened(Path(sys.base_prefix), ROOT)
     accounts = [word for pair in people.items() for word in pair]
     url = f"http://127.0.0.1:{free_port()}"
     command = [HUB / "bin/jupyterhub", "--config", CONFIG]
@@ -104,8 +112,10 @@ def hub(folder: Path, *names: str, **settings: object) -> Iterator[Hub]:
     command += [f"--JupyterHub.cookie_secret_file={OWN}/cookie_secret"]
     command += [f"--ConfigurableHTTPProxy.pid_file={OWN}/proxy.pid"]
     command += [f"--Seat.{name}={value}" for name, value in settings.items()]
-    alone = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
-    started = ["sh", "-c", START, "sh", inside, closed, python, *accounts, "--"]
+    # also if this test is killed, it ends with all that it has started
+    alone = ["setpriv", "--pdeathsig", "KILL"]
+    alone += ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    started = ["sh", "-c", script, "sh", inside, *accounts, "--"]
     log = folder / "hub.log"
     with log.open("w") as output:
         job = subprocess.Popen(
