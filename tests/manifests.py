@@ -529,12 +529,12 @@ COVERED = {
     "kuberay/ray-job.yaml": job_faults,
     "kuberay/room/*.yaml": room_faults,
     "monitoring/README.md": "page",
-    "one-machine/jupyterhub_config.py": "program",  # tests/test_one_machine.py starts it
-    "one-machine/requirements.txt": "page",
     "monitoring/pod-monitor.yaml": monitor_faults,
     "monitoring/produce.py": "program",  # under the linter
     "monitoring/prometheus-stack-values.yaml": stack_faults,
     "monitoring/prometheus.yml": prometheus_faults,
+    "one-machine/jupyterhub_config.py": "program",  # tests/test_one_machine.py starts it
+    "one-machine/requirements.txt": "page",
 }
 
 

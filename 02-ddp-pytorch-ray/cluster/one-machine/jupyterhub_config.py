@@ -16,10 +16,11 @@ from pathlib import Path
 
 from jupyterhub.spawner import LocalProcessSpawner
 
-LESSONS = (
-    Path(__file__).resolve().parents[3]
-)  # root's: everybody reads it, nobody writes
+# Root's: everybody reads it, nobody writes. But what the hub keeps is root's alone.
+LESSONS = Path(__file__).resolve().parents[3]
 HUB = LESSONS / ".venv-hub"
+STATE = HUB / "state"
+STATE.mkdir(mode=0o700, exist_ok=True)
 CGROUPS, MEMBERS = Path("/sys/fs/cgroup"), "cgroup.procs"
 PERIOD_US = 100_000
 LONG_S = 300  # when thirty people start at once
@@ -120,10 +121,10 @@ def prepare(seat: Seat) -> None:
 c = get_config()  # noqa: F821  # type: ignore  # JupyterHub defines it
 c.JupyterHub.spawner_class = Seat
 c.JupyterHub.bind_url = "http://127.0.0.1:8000"  # until there is a certificate
-c.JupyterHub.cookie_secret_file = str(HUB / "cookie_secret")
-c.JupyterHub.db_url = f"sqlite:///{HUB}/jupyterhub.sqlite"
+c.JupyterHub.cookie_secret_file = str(STATE / "cookie_secret")
+c.JupyterHub.db_url = f"sqlite:///{STATE}/jupyterhub.sqlite"
 c.ConfigurableHTTPProxy.command = [f"{HUB}/node_modules/.bin/configurable-http-proxy"]
-c.ConfigurableHTTPProxy.pid_file = str(HUB / "proxy.pid")
+c.ConfigurableHTTPProxy.pid_file = str(STATE / "proxy.pid")
 c.LocalAuthenticator.allowed_groups = {
     "workshop"
 }  # with the passwords of their accounts
