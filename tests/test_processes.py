@@ -79,12 +79,16 @@ def test_ray_may_write_objects_to_a_disk_that_is_large_and_nearly_full():
 
 
 @pytest.mark.xdist_group("ray")
-def test_what_ray_reads_of_the_disk_is_this_variable():
-    """With hardly any share of the disk, what does not fit the object store is refused."""
+def test_ray_obeys_these_variables():
+    """With hardly any share of the disk, what does not fit the object store is refused.
+
+    And workers get as much of a busy core as any other program.
+    """
     program = """
 from utils.cluster import start_ray
-import numpy, ray
+import numpy, os, ray
 start_ray(1, address="local", object_store_memory=80 << 20)
+print("niceness", ray.get(ray.remote(lambda: os.nice(0)).remote()))
 try:
     kept = [ray.put(numpy.ones(10 << 20, numpy.uint8)) for _ in range(12)]
 except ray.exceptions.OutOfDiskError as error:
@@ -97,6 +101,7 @@ except ray.exceptions.OutOfDiskError as error:
         text=True,
         timeout=PATIENCE,
     )
+    assert f"niceness {os.nice(0)}\n" in done.stdout, done.stderr
     assert "Local disk is full" in done.stdout, done.stderr
 
 
