@@ -20,8 +20,8 @@ setup: $(READY) ## install the packages into .venv (once; later calls install no
 # The last step writes $(READY), so a set-up that was interrupted starts over, and loses nothing:
 # what was downloaded is in the installer's cache.
 $(READY): requirements.txt constraints.txt
-	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v <= (3, 13) else f"Python 3.11 to 3.13 is needed, and this is {v[0]}.{v[1]}: name another one, as in `make setup PYTHON=python3.12`.")'
-	@$(PYTHON) -c 'import shutil, sys; gb = shutil.disk_usage(".").free / 1e9; sys.exit(None if gb > 10 else f"The packages need 10 GB of free disk, and this folder has {gb:.1f}: free some, then run `make setup` again.")'
+	@"$(PYTHON)" -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v <= (3, 13) else f"Python 3.11 to 3.13 is needed, and this is {v[0]}.{v[1]}: name another one, as in `make setup PYTHON=python3.12`.")'
+	@"$(PYTHON)" -c 'import shutil, sys; gb = shutil.disk_usage(".").free / 1e9; sys.exit(None if gb > 10 else f"The packages need 10 GB of free disk, and this folder has {gb:.1f}: free some, then run `make setup` again.")'
 	@if [ -e .venv ] && [ ! -d .venv ]; then echo "There is a file called .venv where the environment belongs: move it away, then run 'make setup' again."; exit 1; fi
 	@if [ -d .venv ] && [ ! -e .venv/.ready ]; then echo "An earlier set-up was interrupted: starting it over."; fi
 	@[ -z "$(WHEELHOUSE)" ] || [ -d "$(WHEELHOUSE)" ] || { echo "There is no folder $(WHEELHOUSE) to install from: 'make wheelhouse' on a machine with a network makes one."; exit 1; }
@@ -29,14 +29,14 @@ $(READY): requirements.txt constraints.txt
 	@if [ -z "$(WHEELHOUSE)" ] && command -v uv >/dev/null; then \
 	  uv venv --quiet --clear --python "$(PYTHON)" .venv && uv pip install --compile-bytecode --python $(PY) -r requirements.txt; \
 	else \
-	  { $(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv; } && $(if $(WHEELHOUSE),PIP_NO_INDEX=1 PIP_FIND_LINKS="$(WHEELHOUSE)" )$(PY) -m pip install -r requirements.txt; \
+	  { $(PY) -m pip --version >/dev/null 2>&1 || "$(PYTHON)" -m venv --clear .venv; } && $(if $(WHEELHOUSE),PIP_NO_INDEX=1 PIP_FIND_LINKS="$(WHEELHOUSE)" )$(PY) -m pip install -r requirements.txt; \
 	fi || { echo "The packages could not be installed (the lines above say why): mend that, then run 'make setup' again."; exit 1; }
 	@$(PY) -m ipykernel install --prefix .venv --name python3 --display-name "Python (Ray Train)"
 	@touch $(READY)
 
 # setuptools builds this repository's own package, on the other machine, too.
 wheelhouse: ## collect the packages, to install them where there is no network
-	@$(PYTHON) -m venv build/pip && build/pip/bin/python -m pip wheel --wheel-dir build/wheelhouse -r requirements.txt setuptools || { echo "The packages could not be collected (the lines above say why): mend that, then run 'make wheelhouse' again."; exit 1; }
+	@"$(PYTHON)" -m venv build/pip && build/pip/bin/python -m pip wheel --wheel-dir build/wheelhouse -r requirements.txt setuptools || { echo "The packages could not be collected (the lines above say why): mend that, then run 'make wheelhouse' again."; exit 1; }
 	@echo "$$(ls build/wheelhouse | wc -l) packages, $$(du -sh build/wheelhouse | cut -f1), are in build/wheelhouse. Copy this folder without .venv to the other machine, and there: make setup WHEELHOUSE=build/wheelhouse"
 
 # Whoever names a Python gets it, or a sentence, also where .venv has been made with another one.
@@ -46,7 +46,7 @@ $(READY): | same-python
 .PHONY: same-python
 same-python:
 	@there=$$($(PY) -c '$(VERSION)' 2>/dev/null) || exit 0; \
-	named=$$($(PYTHON) -c '$(VERSION)') || exit 1; \
+	named=$$("$(PYTHON)" -c '$(VERSION)') || exit 1; \
 	[ "$$there" = "$$named" ] || { echo "The environment in .venv has Python $$there, and $(PYTHON) is Python $$named: delete the folder .venv (your results are in build and stay), then run this again."; exit 1; }
 endif
 
@@ -87,26 +87,26 @@ electives: .venv/.electives ## install what the electives need, too (once; no pi
 	@touch $@
 
 test-electives: .venv/.electives ## run the electives, and that no pin has changed
-	@$(RUN) -m pytest --nbval $(LANES) -m "elective and not weekly" --note-run=test-electives
+	@$(RUN) -m pytest --nbval $(LANES) -m "(elective or with_and_without_electives) and not weekly" --note-run=test-electives
 
 KERAS := $(ELECTIVES)/keras
 keras: .venv-keras/.ready ## train with Keras on two workers, in an environment of its own
 	@.venv-keras/bin/python $(KERAS)/train_keras.py
 
 .venv-keras/.ready: $(KERAS)/requirements.txt
-	@$(PYTHON) -m venv .venv-keras && .venv-keras/bin/python -m pip install -r $< || { echo "The packages for Keras could not be installed (the lines above say why); the other lessons run without."; exit 1; }
+	@"$(PYTHON)" -m venv .venv-keras && .venv-keras/bin/python -m pip install -r $< || { echo "The packages for Keras could not be installed (the lines above say why); the other lessons run without."; exit 1; }
 	@touch $@
 
 book: .venv-book/.ready ## render notebooks, READMEs and guides as a book in build/book, to read offline
 	@.venv-book/bin/python -m tests.tools.book
 
 .venv-book/.ready: docs/requirements.txt docs/constraints.txt
-	@$(PYTHON) -m venv .venv-book && .venv-book/bin/python -m pip install -r $< || { echo "The packages for the book could not be installed (the lines above say why); the lessons run without."; exit 1; }
+	@"$(PYTHON)" -m venv .venv-book && .venv-book/bin/python -m pip install -r $< || { echo "The packages for the book could not be installed (the lines above say why); the lessons run without."; exit 1; }
 	@touch $@
 
 # For tests that drive Chromium, and for nothing else: they make it when they need it.
 .venv-browser/.ready: tests/browser/requirements.txt
-	@$(PYTHON) -m venv .venv-browser && .venv-browser/bin/python -m pip install -r $< || { echo "Playwright could not be installed (the lines above say why); the lessons run without."; exit 1; }
+	@"$(PYTHON)" -m venv .venv-browser && .venv-browser/bin/python -m pip install -r $< || { echo "Playwright could not be installed (the lines above say why); the lessons run without."; exit 1; }
 	@touch $@
 
 # For one machine that many people share (02-ddp-pytorch-ray/cluster/README.md), and for tests of that.
@@ -115,7 +115,7 @@ hub: .venv-hub/.ready ## install JupyterHub into .venv-hub, for one machine that
 
 .venv-hub/.ready: $(ONE_MACHINE)/requirements.txt
 	@command -v npm >/dev/null || { echo "JupyterHub's proxy comes from npm, which is not here: install it, as by 'apt-get install npm'."; exit 1; }
-	@{ $(PYTHON) -m venv .venv-hub && .venv-hub/bin/python -m pip install -r $< && npm install --silent --no-fund --no-audit --prefix .venv-hub configurable-http-proxy@5.3.0; } || { echo "JupyterHub could not be installed (the lines above say why); the lessons run without."; exit 1; }
+	@{ "$(PYTHON)" -m venv .venv-hub && .venv-hub/bin/python -m pip install -r $< && npm install --silent --no-fund --no-audit --prefix .venv-hub configurable-http-proxy@5.3.0; } || { echo "JupyterHub could not be installed (the lines above say why); the lessons run without."; exit 1; }
 	@touch $@
 
 # The table comes also if a test fails; then the command fails, too.
@@ -144,7 +144,7 @@ lint: $(READY) ## check style, format, types and spelling, and print sizes that 
 
 # Installs nothing: it says what is missing.
 doctor: ## say what this machine can run, and how to mend what it cannot
-	@if [ -x $(PY) ]; then $(RUN) -m utils.doctor; else $(PYTHON) -m utils.doctor; fi
+	@if [ -x $(PY) ]; then $(RUN) -m utils.doctor; else "$(PYTHON)" -m utils.doctor; fi
 
 clean: ## remove .venv and build, with the checkpoints and downloaded data in build/storage
 	@rm -rf .venv .venv-keras .venv-book .venv-browser .venv-hub build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
@@ -158,7 +158,7 @@ catch-up: ## put a solved copy of NOTEBOOK=path beside yours, with outputs
 
 # Needs no package, so that it also brings other pins.
 update: ## bring corrections of the lessons, and keep what you edited and ran
-	@$(PYTHON) -m tests.tools.update
+	@"$(PYTHON)" -m tests.tools.update
 
 rehearse: ## run each lesson in each seat that SEATS=file lists, and print a table
 	$(INSTALLED)

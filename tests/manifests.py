@@ -335,6 +335,13 @@ def job_faults(document: dict) -> Iterator[str]:
         yield f"{spec['entrypoint']!r} runs no script of ours"
 
 
+# The shared Ray's head, the one thing inside that a seat may reach.
+HEAD = {
+    "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "workshop"}},
+    "podSelector": {"matchLabels": {"ray.io/node-type": "head"}},
+}
+
+
 def seat_faults(values: dict) -> Iterator[str]:
     """A seat has bounds, a home that hides no lesson, and reaches only Ray inside."""
     seat = values["singleuser"]
@@ -361,8 +368,10 @@ def seat_faults(values: dict) -> Iterator[str]:
         yield "seats reach more than the chart lets them"
     for way in network.get("egress", []):
         numbers = [each["port"] for each in way.get("ports", [])]
-        if numbers != [DASHBOARD] or not way.get("to"):
+        if numbers != [DASHBOARD] or way.get("to") != [HEAD]:
             yield f"seats reach {numbers or 'all ports'} of {way.get('to', 'everybody')}"
+    if room.get("type", "dynamic") == "none":
+        yield "a home does not last"
 
 
 def hub_faults(values: dict) -> Iterator[str]:
@@ -380,8 +389,12 @@ def hub_faults(values: dict) -> Iterator[str]:
         yield "nobody may log in"
     if values["proxy"]["service"]["type"] != "ClusterIP":
         yield "the password goes over the network without encryption"
-    if not values["cull"].get("maxAge"):
+    if not values["cull"].get("enabled", True) or not values["cull"].get("maxAge"):
         yield "a seat with a busy kernel runs all night"
+    if not values.get("prePuller", {}).get("hook", {}).get("enabled", True):
+        yield "people wait for the image"
+    if not values["scheduling"]["podPriority"].get("enabled"):
+        yield "a placeholder does not give way to a person"
     yield from seat_faults(values)
 
 

@@ -358,6 +358,18 @@ RIGHT = {
     ),
     "two passes": replace(PLAIN, train_step=step_twice),
 }
+
+
+def adam_that_sums(model):
+    def add_up(optimizer, args, kwargs):
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+
+    optimizer = adam(model)
+    optimizer.register_step_pre_hook(add_up)
+    return optimizer
+
+
 WRONG = {
     "one generator": ("same noise", replace(PLAIN, make_loader=equally_noisy)),
     "a scaled loss, not averaged": (
@@ -366,6 +378,10 @@ WRONG = {
     ),
     "only rank 0 steps": ("weights", replace(PLAIN, train_step=only_rank_0_steps)),
     "a sum": ("divided twice", replace(PLAIN, train_step=step_on_a_sum)),
+    "a sum in a hook of the optimizer": (
+        "summed",
+        replace(PLAIN, build_optimizer=adam_that_sums, wrap=unwrapped),
+    ),
     "shuffle=True": ("items", replace(PLAIN, make_loader=shuffle_alone)),
     "own norm": ("batch statistics", replace(PLAIN, build_model=build_own_norm)),
     "values clipped first": (

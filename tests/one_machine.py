@@ -88,7 +88,8 @@ def opened(*paths: Path) -> str:
                 f"mkdir -p {place}",
                 f"mount --bind {shlex.quote(str(path))} {place}",
             ]
-        lines += [f'mount --rbind "$1/opened"{closed} {closed}']
+        place = shlex.quote(str(closed))
+        lines += [f'mount --rbind "$1/opened"{place} {place}']
     return "\n".join(lines)
 
 

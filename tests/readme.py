@@ -22,8 +22,8 @@ PAGES = (
 SHELLS = {"", "bash", "sh", "console"}  # what may stand behind ``` above commands
 # A network, a name, and what the tests do by naming .venv/bin.
 NOT_RUN = {
-    "git clone <this repository>",
-    "cd <its folder>",
+    "git clone ADDRESS_OF_THIS_PAGE workshop",
+    "cd workshop",
     "source .venv/bin/activate",
 }
 SCRIPT = re.compile(r"\b(train|launch)_\w+\.(py|sh)\b")

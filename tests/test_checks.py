@@ -858,8 +858,11 @@ NAMED = {
         (lambda: (7, 64, 32, 16384, "tensor"), "does not know the row 'tensor'"),
     ],
     "bucket size": [
-        (lambda parameters, gpus: 25, "(7e+09, 64), it returns 25: too small"),
-        (lambda parameters, gpus: 2**20, "it returns 1048576: too large"),
+        (
+            lambda parameters, layers, gpus: 25,
+            "(7e+09, 32, 64), it returns 25: too small",
+        ),
+        (lambda parameters, layers, gpus: 2**20, "it returns 1048576: too large"),
     ],
     "flops with checkpointing": [
         (
@@ -919,13 +922,22 @@ def test_typical_mistakes_are_named(name, monkeypatch, capsys):
         assert reply.startswith("Not yet. ") and said in reply, (number, reply)
 
 
-def moved(start=0.0, texts=64, drew=True, rate=0.3, most=1.0):
-    """What one process is recorded to do with an answer to the last exercise."""
+def moved(start=0.0, texts=64, drew=True, rate=0.3, most=1.0, momentum=0.9):
+    """What one process is recorded to do with an answer to the last exercise.
+
+    Two steps, with gradients of 1.
+    """
+    first = start - rate
+    weights = [first, first - rate * (1 + momentum)]
+    items = range(texts)
+    update = SimpleNamespace(rates=[rate], most=most, gradients={"weight": [1.0]})
     return SimpleNamespace(
         start={"weight": [start]},
-        steps=[SimpleNamespace(items=range(texts))],
+        steps=[
+            SimpleNamespace(items=items, parameters={"weight": [w]}) for w in weights
+        ],
         drew=drew,
-        updates=[SimpleNamespace(rates=[rate], most=most)],
+        updates=[update, update],
     )
 
 
@@ -935,8 +947,9 @@ def test_a_moved_script_that_trains_something_else_is_seen():
         ({"start": 1.0}, "first weights"),
         ({"texts": 32}, "[32] texts"),
         ({"drew": False}, "turned around by chance"),
-        ({"rate": 0.1}, "learning rates [0.1], the script [0.3]"),
+        ({"rate": 0.1}, "learning rates [0.1, 0.1], the script [0.3, 0.3]"),
         ({"most": None}, "not clipped"),
+        ({"momentum": 0.0}, "not those of SGD with momentum 0.9"),
     ):
         assert said in moving._trains_the_script(moved(**change), moved())
 

@@ -9,10 +9,10 @@ from torch.distributed import _functional_collectives as functional
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from tests.patience import PATIENCE
-from utils import comms
+from utils import comms, timing
 from utils.errors import BadInput
 from utils.launch import run_ranks
-from utils.models import resnet18
+from utils.models import GPT, GPTConfig, resnet18
 
 N = 2  # ranks
 
@@ -103,6 +103,33 @@ def test_ddp_sends_each_gradient_once():
         assert payload == {"allreduce": parameters}
         assert list(calls) == ["allreduce"]
     assert few[0]["allreduce"] < many[0]["allreduce"]  # smaller buckets, more of them
+
+
+def test_buckets_of_ddp_are_those_that_we_predict():
+    """A step of a GPT; vocabulary and positions take one or two beside the layers'."""
+    layers, width, caps = 4, 64, (0.02, 0.05, 0.1, 0.2, 0.5)
+
+    def run():
+        dist.init_process_group("gloo")
+        found = []
+        for bucket_cap_mb in caps:
+            torch.manual_seed(0)
+            shape = GPTConfig(layers=layers, width=width)
+            model = DDP(GPT(shape), bucket_cap_mb=bucket_cap_mb)
+            tokens = torch.zeros(1, shape.block_size, dtype=torch.long)
+            for _ in range(2):  # DDP orders its buckets anew once, after the first step
+                model(tokens).sum().backward()
+            with comms.count_comms() as counts:
+                model(tokens).sum().backward()
+            found.append(counts.calls["allreduce"])
+            del model
+            gc.collect()
+        dist.destroy_process_group()
+        return found
+
+    matrices = 12 * layers * width**2
+    for cap, found in zip(caps, run_ranks(run, 2, timeout=PATIENCE)[0], strict=True):
+        assert 0 <= found - timing.ddp_buckets(layers, matrices, cap) <= 2, cap
 
 
 def test_ring_formula():

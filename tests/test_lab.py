@@ -5,6 +5,7 @@ serves a copy of the workshop without outputs, so whatever is to be seen was mad
 """
 
 import contextlib
+import http.client
 import os
 import re
 import shutil
@@ -116,8 +117,12 @@ class Lab:
         address = wait_until(lambda: ADDRESS.search(said()), self.server, said)
         server, first, token = address.groups()
         assert first == FIRST.as_posix()
+        port = int(server.rpartition(":")[2])
         # printed already, it may not listen yet
-        wait_until(lambda: listens(int(server.rpartition(":")[2])), self.server, said)
+        wait_until(lambda: listens(port), self.server, said)
+        stranger = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
+        stranger.request("GET", "/api/contents")  # without the token
+        assert stranger.getresponse().status == 403
         path = self.notebook.as_posix()
         return self.browser("open", f"{server}/lab/tree/{path}{token}", path)
 

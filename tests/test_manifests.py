@@ -448,6 +448,11 @@ BROKEN_FILES = [
     ("hub/values.yaml", "notebook_dir: /home", "password: /home"),
     ("hub/values.yaml", "type: ClusterIP", "type: LoadBalancer"),
     ("hub/values.yaml", "maxAge: 43200", "maxAge: 0"),
+    ("hub/values.yaml", "maxAge: 43200", "maxAge: 43200\n  enabled: false"),
+    ("hub/values.yaml", "\ncull:", "\nprePuller:\n  hook:\n    enabled: false\ncull:"),
+    ("hub/values.yaml", "enabled: true # a person", "enabled: false # a person"),
+    ("hub/values.yaml", "    capacity: 10Gi", "    capacity: 10Gi\n    type: none"),
+    ("hub/values.yaml", "ray.io/node-type: head", "app: anything"),
     ("hub/values.gpu.yaml", "      default: true\n", "      default: false\n"),
     (
         "hub/values.gpu.yaml",
@@ -566,7 +571,10 @@ def test_the_table_of_seats_is_what_the_files_add_up_to():
     gib = [manifests.quantity(each["memory"]) / 2**30 for each in limits]
     (machine,) = documents(CLUSTER / "anyscale" / "compute.cpu.yaml")
     machines = 1 + machine["worker_nodes"][0]["max_nodes"]
-    rows = (CLUSTER / "README.md").read_text().split("| people |")[1].split("\n\n")[0]
+    page = (CLUSTER / "README.md").read_text()
+    measured = r"Memory decides: ([\d.]+) GB for each person .*, and ([\d.]+) for all"
+    each, all_of_them = re.findall(measured, page)[0]
+    rows = page.split("| people |")[1].split("\n\n")[0]
     rows = [line.strip("|").split("|") for line in rows.splitlines()]
     table = {row[0].strip().split(",")[0]: list(map(int, row[-3:])) for row in rows[2:]}
     for column, people in enumerate((10, 30, 100)):
@@ -582,6 +590,10 @@ def test_the_table_of_seats_is_what_the_files_add_up_to():
             "Kubernetes: nodes of 16 cores and 64 GiB with 7 seats each": nodes,
             "Kubernetes: image pulled": 7 * nodes,
             "Anyscale: machines of 4 vCPUs": machines * people,
+            "Codespaces: machines of 2 cores and 8 GB": people,
+            "[one shared machine](#one-shared-machine): memory for lesson 02/02": round(
+                float(all_of_them) + people * float(each)
+            ),
             "laptops over the room's network: packages in the first ten minutes": 7
             * people,
             "laptops from sticks: GB over the network": 0,
@@ -640,6 +652,18 @@ def test_kind_goes_through_the_steps_of_the_page():
         assert left_out or line in run, f"kind.yml does not run {line!r}"
     for piece in NOT_ON_KIND:
         assert any(piece in line for line in lines), f"no command has {piece!r}"
+    # bash -e goes on after `! command`, whatever that does
+    assert not re.search(r"^\s*!", run, re.M)
+
+
+def test_the_door_of_github_is_no_second_door():
+    """The chart's schema knows the page's values, and no list of names is left in force."""
+    door = re.findall(
+        r"^```yaml\n(hub:.*?)^```", (CLUSTER / "README.md").read_text(), re.M | re.S
+    )
+    (values,) = map(yaml.safe_load, door)
+    assert schema_faults("hub", values) == []
+    assert values["hub"]["config"]["Authenticator"] == {"allowed_users": []}
 
 
 def test_what_ray_is_said_to_do_it_does():

@@ -17,6 +17,7 @@ from tests import odd_programs
 from tests.patience import PATIENCE
 from tests.programs import Classifier, Program, training
 from tests.readme import typed
+from tests.tools.notebooks import ROOT
 from utils import launch, parity
 
 assert launch  # its server of processes has torch in memory already
@@ -243,40 +244,12 @@ def test_fsdp2_that_shards_over_one_rank_is_seen():
     assert "shards nothing" in parity.check(program, world_sizes=(2,)).names
 
 
-FILE = """
-import os
-import time
-
-import torch
-import torch.distributed as dist
-from torch.utils.data import DataLoader, TensorDataset
-from torch.utils.data.distributed import DistributedSampler
-
-
-def build_model():
-    torch.manual_seed(0)
-    return torch.nn.Linear(3, 1)
-
-
-def build_optimizer(model):
-    return torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-def make_loader(rank, world_size, epoch):
-    data = torch.randn(12, 3, generator=torch.Generator().manual_seed(1))
-    data = TensorDataset(data, data.sum(1, keepdim=True))
-    sampler = DistributedSampler(data, world_size, rank)
-    sampler.set_epoch(epoch)
-    return DataLoader(data, 6 // world_size, sampler=sampler)
-
-
-def train_step(model, optimizer, batch):
-    loss = ((model(batch[0]) - batch[1]) ** 2).mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    return loss
-"""
+# What a reader begins with; some of the tests below need more names in it.
+FILE = (ROOT / "docs" / "my_training.py").read_text()
+FILE = FILE.replace("\nimport torch\n", "\nimport os\nimport time\n\nimport torch\n", 1)
+FILE = FILE.replace(
+    "import torch\n", "import torch\nimport torch.distributed as dist\n", 1
+)
 
 
 @pytest.fixture

@@ -83,9 +83,10 @@ def test_messages_are_one_per_trip_and_group():
 
 
 def test_large_models_are_many_messages_of_ddp_and_few_of_fsdp2():
-    """7 billion gradients in float32 are 1,069 buckets of 25 MiB."""
-    assert timing.messages("ddp", 32, 7e9) == 2 * 1069
-    assert timing.messages("ddp", 32, 7e9, bucket_mb=250) == 2 * 107
+    """At 7 billion a matrix has 73 MB or more, and is a bucket of DDP's by itself."""
+    assert timing.messages("ddp", 32, 7e9) == 2 * 4 * 32
+    assert timing.messages("ddp", 24, 8e8) == 2 * 3 * 24  # `out` fills no bucket alone
+    assert timing.messages("ddp", 32, 7e9, bucket_mb=10_000) == 2 * 3
     assert timing.messages("fsdp2", 32, 7e9) == 3 * 33
     assert timing.messages("zero2", 32, 7e9) == 2 * 14
 

@@ -37,9 +37,11 @@ def pytest_collection_modifyitems(items):
         if part := PART.search(item.nodeid):
             item.add_marker(f"part{part[1]}")
         if isinstance(item, IPyNbCell) and item.path in ELECTIVES:
-            item.add_marker("elective")
+            packages = notebooks.needed(item.path)
+            # what needs none runs before they are installed, and again afterwards
+            item.add_marker("elective" if packages else "with_and_without_electives")
             item.add_marker("slow")
-            if missing(*notebooks.needed(item.path)):
+            if missing(*packages):
                 item.add_marker(
                     pytest.mark.skip(reason="not installed: `make electives`")
                 )

@@ -666,8 +666,11 @@ class _Recorder:
         if not any(optimizer is each for each in self.optimizers):
             self.optimizers.append(optimizer)
         self.depth += 1
-        if self.depth > 1:  # one that another one calls has been recorded with it
-            return
+        if self.depth == 1:  # one that another one calls is recorded with it
+            # behind hooks of the program's own, which may average in there
+            self.last = optimizer.register_step_pre_hook(self._record_update)
+
+    def _record_update(self, optimizer, args, kwargs) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         trained = [p for p in parameters if p.grad is not None]
         gradients = {self.name(p): _sketch(p.grad) for p in trained}
@@ -691,6 +694,7 @@ class _Recorder:
     def _after_update(self, optimizer, args, kwargs) -> None:
         self.depth -= 1
         if self.depth == 0:
+            self.last.remove()
             self.own, self.unclipped = {}, None
             self.norm = self.most = None
             self.forwards, self.first_kept = [], 0

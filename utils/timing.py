@@ -99,14 +99,38 @@ def groups(strategy: str, layers: int) -> int:
     return layers + 1 if strategy.startswith("fsdp2") else 0
 
 
+def ddp_buckets(layers: int, parameters: float, bucket_mb: float = 25) -> int:
+    """Buckets in which DDP sends the gradients of a GPT, in float32.
+
+    DDP closes a bucket once it holds `bucket_mb` MiB (`bucket_cap_mb`), and splits no
+    tensor: a matrix that is larger is a bucket by itself. Counted are the matrices of the
+    layers, not what stands beside them: vocabulary, norms and biases.
+
+    Args:
+        layers: of the model; each has matrices of 3, 1, 4 and 4 times width x width.
+        parameters: of the model, all of them in these matrices.
+        bucket_mb: in MiB.
+
+    Source: `compute_bucket_assignment_by_size` in
+    https://github.com/pytorch/pytorch/blob/v2.9.0/torch/csrc/distributed/c10d/reducer.cpp
+    """
+    limit, square = bucket_mb * 2**20, 4 * parameters / (12 * layers)
+    buckets, filled = 0, 0.0
+    for squares in (4, 4, 1, 3) * layers:  # as their gradients come: down, up, out, qkv
+        filled += squares * square
+        if filled >= limit:
+            buckets, filled = buckets + 1, 0.0
+    return buckets + bool(filled)
+
+
 def messages_per_trip(
     strategy: str, layers: int, parameters: float = 0, bucket_mb: float = 25
 ) -> int:
     """Collectives in which all parameters (or gradients) go past a rank once.
 
     FSDP2 and ZeRO-3 make one per group, one of which is each layer; so does what shards
-    like them. DDP sends gradients in float32 in buckets of 25 MiB (`bucket_cap_mb`),
-    ZeRO-1 and ZeRO-2 buckets of 5e8 numbers (`reduce_bucket_size`).
+    like them. DDP sends buckets (see `ddp_buckets`), ZeRO-1 and ZeRO-2 buckets of 5e8
+    numbers (`reduce_bucket_size`).
 
     Args:
         strategy: its name.
@@ -114,11 +138,10 @@ def messages_per_trip(
         parameters: of the model; 0 for one that fits into one bucket.
         bucket_mb: of DDP, in MiB.
 
-    Sources: https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
-    and https://www.deepspeed.ai/docs/config-json/
+    Source: https://www.deepspeed.ai/docs/config-json/
     """
     if strategy == "ddp":
-        return max(1, math.ceil(4 * parameters / (bucket_mb * 2**20)))
+        return max(1, ddp_buckets(layers, parameters, bucket_mb))
     if strategy in ("zero1", "zero2"):
         return max(1, math.ceil(parameters / 5e8))
     return layers + 1

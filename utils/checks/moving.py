@@ -113,6 +113,25 @@ def _trains_the_script(mine: parity.Record, theirs: parity.Record) -> bool | str
         return f"One process has the learning rates {rates[0]}, the script {rates[1]}."
     if [u.most for u in mine.updates] != [u.most for u in theirs.updates]:
         return "Gradients are not clipped as in the script, once and to 1.0."
+    if not _is_sgd_with_momentum(mine):
+        return "Its updates are not those of SGD with momentum 0.9, as in the script."
+    return True
+
+
+def _is_sgd_with_momentum(record: parity.Record, momentum: float = 0.9) -> bool:
+    """Whether weights move as SGD moves them; sketches add up as tensors do."""
+    import torch
+
+    velocity: dict[str, torch.Tensor] = {}
+    before = record.start
+    for step, update in zip(record.steps, record.updates, strict=True):
+        for name, after in step.parameters.items():
+            gradient = torch.tensor(update.gradients[name])
+            velocity[name] = momentum * velocity.get(name, 0 * gradient) + gradient
+            moved = torch.tensor(after) - torch.tensor(before[name])
+            if not torch.allclose(moved, -update.rates[0] * velocity[name], atol=1e-9):
+                return False
+        before = step.parameters
     return True
 
 

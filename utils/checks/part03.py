@@ -304,17 +304,19 @@ def _makes_few_buckets(answer) -> bool | str:
     """Messages of DDP's two trips take at most a tenth of what its bytes take."""
     from utils import timing
 
-    for parameters, gpus in ((7e9, 64), (30e9, 512), (1.3e9, 8)):
+    for case in ((7e9, 32, 64), (30e9, 48, 512), (1.3e9, 24, 8)):
+        parameters, layers, gpus = case
         ring, mb = timing.h100_ring(gpus), 1
         sending = 8 * parameters * (gpus - 1) / gpus / ring.bandwidth
         while True:
-            messages = timing.messages("ddp", 1, parameters, mb)
+            messages = timing.messages("ddp", layers, parameters, mb)
             if messages * ring.latency <= sending / 10:
                 break
             mb *= 2
-        if (got := answer(parameters, gpus)) != mb:
-            size = "too large" if got > mb else "too small"
-            return f"Called with ({parameters:g}, {gpus}), it returns {got!r}: {size}."
+        if (got := answer(*case)) != mb:
+            size, called = "too large" if got > mb else "too small", f"{parameters:g}"
+            called += f", {layers}, {gpus}"
+            return f"Called with ({called}), it returns {got!r}: {size}."
     return True
 
 

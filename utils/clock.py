@@ -1,0 +1,60 @@
+"""Show in a notebook for how long a cell has been running, if that is more than 5 s.
+
+What it shows goes when the cell ends, so nothing of it stays in the output.
+"""
+
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+AFTER = 5.0  # seconds
+
+
+class Clock:
+    """Show a bar, and the seconds, from `AFTER` seconds after `start` until `stop`."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+        self.thread: threading.Thread | None = None
+
+    def start(self, info: Any = None) -> None:
+        self.ended = threading.Event()
+        arguments = {"target": self._tick, "args": (self.ended,), "daemon": True}
+        self.thread = threading.Thread(**arguments)
+        self.thread.start()
+
+    def stop(self, result: Any = None) -> None:
+        self.ended.set()
+        if self.thread:
+            self.thread.join(2)
+
+    def _tick(self, ended: threading.Event) -> None:
+        if ended.wait(AFTER):
+            return
+        from IPython.display import display
+
+        began = time.monotonic() - AFTER
+        shown = display(_running(AFTER), raw=True, display_id=True)
+        while not ended.wait(1):
+            shown.update(_running(time.monotonic() - began), raw=True)
+        shown.update({}, raw=True)
+
+
+def _running(seconds: float) -> dict[str, str]:
+    return {"text/html": f"<progress></progress> {seconds:.0f} s"}
+
+
+def show_in_notebook() -> None:
+    """Do so for each cell after this one, in a notebook's kernel; else do nothing.
+
+    Nor where WORKSHOP_PROGRESS is "off", as in tests, which compare outputs.
+    """
+    ipython = sys.modules.get("IPython")  # others need not import it for this
+    shell = ipython and ipython.get_ipython()
+    if not hasattr(shell, "kernel") or os.environ.get("WORKSHOP_PROGRESS") == "off":
+        return
+    clock = Clock()
+    shell.events.register("pre_run_cell", clock.start)
+    shell.events.register("post_run_cell", clock.stop)
