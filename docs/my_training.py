@@ -1,6 +1,6 @@
 """A training as `python -m utils.parity` wants it: put yours into these functions.
 
-    python -m utils.parity docs/my_training.py
+python -m utils.parity docs/my_training.py
 """
 
 import torch

@@ -1,5 +1,6 @@
 """Checks of the last lesson: naming mistakes, and a script that the reader moves alone."""
 
+import functools
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
@@ -122,13 +123,14 @@ def _is_sgd_with_momentum(record: parity.Record, momentum: float = 0.9) -> bool:
     """Whether weights move as SGD moves them; sketches add up as tensors do."""
     import torch
 
+    tensor = functools.partial(torch.tensor, dtype=torch.float64)
     velocity: dict[str, torch.Tensor] = {}
     before = record.start
     for step, update in zip(record.steps, record.updates, strict=True):
         for name, after in step.parameters.items():
-            gradient = torch.tensor(update.gradients[name])
+            gradient = tensor(update.gradients[name])
             velocity[name] = momentum * velocity.get(name, 0 * gradient) + gradient
-            moved = torch.tensor(after) - torch.tensor(before[name])
+            moved = tensor(after) - tensor(before[name])
             if not torch.allclose(moved, -update.rates[0] * velocity[name], atol=1e-9):
                 return False
         before = step.parameters
