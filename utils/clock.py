@@ -21,8 +21,9 @@ class Clock:
 
     def start(self, info: Any = None) -> None:
         self.ended = threading.Event()
-        arguments = {"target": self._tick, "args": (self.ended,), "daemon": True}
-        self.thread = threading.Thread(**arguments)
+        self.thread = threading.Thread(
+            target=self._tick, args=(self.ended,), daemon=True
+        )
         self.thread.start()
 
     def stop(self, result: Any = None) -> None:
@@ -52,8 +53,10 @@ def show_in_notebook() -> None:
     Nor where WORKSHOP_PROGRESS is "off", as in tests, which compare outputs.
     """
     ipython = sys.modules.get("IPython")  # others need not import it for this
-    shell = ipython and ipython.get_ipython()
-    if not hasattr(shell, "kernel") or os.environ.get("WORKSHOP_PROGRESS") == "off":
+    shell = ipython.get_ipython() if ipython else None
+    if shell is None or not hasattr(shell, "kernel"):
+        return
+    if os.environ.get("WORKSHOP_PROGRESS") == "off":
         return
     clock = Clock()
     shell.events.register("pre_run_cell", clock.start)
