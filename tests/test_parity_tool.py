@@ -386,10 +386,10 @@ def run_in(folder: Path, command: list[str], **env: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.runs("python -m utils.parity my_training.py")
-def test_the_command_of_the_readme(tmp_path):
-    command = typed("python -m utils.parity my_training.py")
-    out = run_in(tmp_path, command, PYTHONPATH=str(Path(parity.__file__).parents[1]))
+@pytest.mark.runs("python -m utils.parity docs/my_training.py")
+def test_the_command_of_the_readme():
+    command = typed("python -m utils.parity docs/my_training.py")
+    out = subprocess.check_output(command, cwd=ROOT, text=True, timeout=PATIENCE)
     assert "2 workers train like one process" in out
     assert "3 workers train like one process" in out
 

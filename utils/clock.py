@@ -1,6 +1,7 @@
 """Show in a notebook for how long a cell has been running, if that is more than 5 s.
 
-What it shows goes when the cell ends, so nothing of it stays in the output.
+What it shows goes when the cell ends: of it an output without data stays, which no
+page shows.
 """
 
 import os

@@ -112,7 +112,7 @@ def ddp_buckets(layers: int, parameters: float, bucket_mb: float = 25) -> int:
         bucket_mb: in MiB.
 
     Source: `compute_bucket_assignment_by_size` in
-    https://github.com/pytorch/pytorch/blob/v2.9.0/torch/csrc/distributed/c10d/reducer.cpp
+    https://github.com/pytorch/pytorch/blob/v2.15.0/torch/csrc/distributed/c10d/reducer.cpp
     """
     limit, square = bucket_mb * 2**20, 4 * parameters / (12 * layers)
     buckets, filled = 0, 0.0
