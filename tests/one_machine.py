@@ -27,6 +27,7 @@ from utils.processes import free_port
 
 CONFIG = ROOT / "02-ddp-pytorch-ray/cluster/one-machine/jupyterhub_config.py"
 HUB = ROOT / ".venv-hub"
+TMP = Path("/tmp")
 OWN = "/home/.hub"  # in there: what a hub installed for long keeps beside its packages
 # What the README's steps do to a machine, in namespaces. $1 is an empty folder; %s opens
 # what accounts have to read below folders that are closed to them.
@@ -35,8 +36,9 @@ set -e
 mount -t tmpfs tmpfs "$1"
 cp -a /etc "$1/etc" && mount --bind "$1/etc" /etc
 mkdir -p "$1/home/.hub" && chmod 700 "$1/home/.hub" && mount --bind "$1/home" /home
+mkdir -m 1777 "$1/tmp"
 %s
-mkdir -m 1777 "$1/tmp" && mount --bind "$1/tmp" /tmp
+mount --rbind "$1/tmp" /tmp
 shift
 groupadd workshop
 while [ "$1" != -- ]; do
@@ -74,22 +76,24 @@ class Hub:
 
 
 def opened(*paths: Path) -> str:
-    """Lines for a shell: of each closed folder above these paths, show the paths alone."""
+    """Lines for a shell: of each closed folder above these paths, show the paths alone.
+
+    And of /tmp, which is a new one.
+    """
     below: dict[Path, set[Path]] = {}
     for path in paths:
         above = reversed(path.parents)
-        if closed := next((up for up in above if not up.stat().st_mode & 1), None):
+        hidden = (up for up in above if up == TMP or not up.stat().st_mode & 1)
+        if closed := next(hidden, None):
             below.setdefault(closed, set()).add(path)
     lines = []
     for closed, shown in below.items():
-        for path in shown:
-            place = f'"$1/opened"{shlex.quote(str(path))}'
-            lines += [
-                f"mkdir -p {place}",
-                f"mount --bind {shlex.quote(str(path))} {place}",
-            ]
-        place = shlex.quote(str(closed))
-        lines += [f'mount --rbind "$1/opened"{place} {place}']
+        new = '"$1"' if closed == TMP else '"$1/opened"'
+        for path in map(shlex.quote, map(str, shown)):
+            lines += [f"mkdir -p {new}{path}", f"mount --bind {path} {new}{path}"]
+        if closed != TMP:
+            place = shlex.quote(str(closed))
+            lines += [f"mount --rbind {new}{place} {place}"]
     return "\n".join(lines)
 
 
