@@ -128,7 +128,7 @@ def _is_sgd_with_momentum(record: parity.Record, momentum: float = 0.9) -> bool:
     before = record.start
     for step, update in zip(record.steps, record.updates, strict=True):
         for name, after in step.parameters.items():
-            gradient = tensor(update.gradients[name])
+            gradient = tensor(update.gradients.get(name, [0.0] * len(after)))
             velocity[name] = momentum * velocity.get(name, 0 * gradient) + gradient
             moved = tensor(after) - tensor(before[name])
             if not torch.allclose(moved, -update.rates[0] * velocity[name], atol=1e-9):
