@@ -28,6 +28,7 @@ from utils.processes import free_port
 CONFIG = ROOT / "02-ddp-pytorch-ray/cluster/one-machine/jupyterhub_config.py"
 HUB = ROOT / ".venv-hub"
 TMP = Path("/tmp")
+CGROUPS = Path("/sys/fs/cgroup")
 OWN = "/home/.hub"  # in there: what a hub installed for long keeps beside its packages
 # What the README's steps do to a machine, in namespaces. $1 is an empty folder; %s opens
 # what accounts have to read below folders that are closed to them.
@@ -73,6 +74,14 @@ class Hub:
                 if process.uids().real == uid and not dead:
                     found.append(process)
         return found
+
+
+def computed() -> float:
+    """Return the seconds of cores that the hub and its seats have taken until now."""
+    if (CGROUPS / "cgroup.controllers").exists():
+        stat = (CGROUPS / "workshop/cpu.stat").read_text().split()
+        return int(stat[stat.index("usage_usec") + 1]) / 1e6
+    return int((CGROUPS / "cpuacct/workshop/cpuacct.usage").read_text()) / 1e9
 
 
 def opened(*paths: Path) -> str:
@@ -130,6 +139,9 @@ def hub(folder: Path, *names: str, **settings: object) -> Iterator[Hub]:
             stderr=output,
         )
     try:
+        if not (CGROUPS / "cgroup.controllers").exists():  # version 2 counts by itself
+            (CGROUPS / "cpuacct/workshop").mkdir()
+            (CGROUPS / "cpuacct/workshop/cgroup.procs").write_text(str(job.pid))
         wait_until(lambda: answers(url), job, log.read_text)
         yield Hub(url, people, psutil.Process(job.pid))
     except BaseException:
@@ -138,8 +150,8 @@ def hub(folder: Path, *names: str, **settings: object) -> Iterator[Hub]:
     finally:
         job.kill()  # and with it all that it has started
         job.wait(PATIENCE)
-        for controller in ("memory", "cpu", "."):
-            remove_groups(Path("/sys/fs/cgroup", controller, "workshop"))
+        for controller in ("memory", "cpu", "cpuacct", "."):
+            remove_groups(CGROUPS / controller / "workshop")
 
 
 def answers(url: str) -> bool:

@@ -9,6 +9,7 @@ from contextlib import suppress
 
 import pytest
 
+from tests.patience import PATIENCE
 from utils import checkpoint_files
 from utils.errors import BadInput
 
@@ -71,7 +72,7 @@ def test_killed_saves_leave_one_file_which_the_next_save_replaces(tmp_path):
     path = tmp_path / "checkpoint.pt"
     path.write_bytes(b"first")
     for _ in range(2):
-        killed = subprocess.run([sys.executable, "-c", KILLED, path], timeout=60)
+        killed = subprocess.run([sys.executable, "-c", KILLED, path], timeout=PATIENCE)
         assert killed.returncode == -signal.SIGKILL
     left, there = sorted(tmp_path.iterdir())
     assert there == path and left.name.startswith(".checkpoint.pt.")

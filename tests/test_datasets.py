@@ -229,7 +229,7 @@ class Fake(Dataset):
         if download and not self.file.exists():
             with open(self.file.with_name("downloads"), "a") as log:
                 log.write("downloads\n")
-            too_late = time.monotonic() + 20
+            too_late = time.monotonic() + 300
             expected = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             while len(list(self.file.parent.glob("came-*"))) < expected:
                 assert time.monotonic() < too_late, "a rank never looked for the data"

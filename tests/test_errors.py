@@ -9,6 +9,7 @@ from utils.cluster import start_ray  # isort: split
 import pytest
 import ray
 
+from tests.patience import PATIENCE
 from utils.errors import BadInput
 from utils.launch import run_ranks
 
@@ -61,6 +62,6 @@ def test_parquet_needs_neither_torch_nor_the_command_line():
     """Tasks of Ray Data import it: each of their processes would start later."""
     code = "import sys; from utils import parquet; print(*sys.modules)"
     command = [sys.executable, "-c", code]
-    modules = subprocess.check_output(command, text=True, timeout=120).split()
+    modules = subprocess.check_output(command, text=True, timeout=PATIENCE).split()
     assert "utils.parquet" in modules
     assert not {"torch", "utils.command_line", "utils.settings"} & set(modules)

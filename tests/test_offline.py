@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
+from tests.network import LOOPBACK_ONLY
 from tests.skips import may_mount
 from tests.tools import notebooks
 from utils.electives import missing
 
 LIMIT = 1700  # seconds, for the longest notebook on a slow host; below what ends a test
-LOOPBACK_ONLY = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
 EXECUTE = """
 import sys
 from pathlib import Path

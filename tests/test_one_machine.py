@@ -155,7 +155,7 @@ def test_three_people_learn_at_the_same_time_and_see_nothing_of_each_other(tmp_p
 
 
 def measured(hub: one_machine.Hub, work: Callable[[], object]) -> dict[str, float]:
-    """Do the work; its seconds, those of all cores, and the memory in GB at most.
+    """Do the work; its seconds, those of cores, and the memory in GB at most.
 
     People are rarely at their highest at the same moment, but they may be. So each one's
     private memory counts at its own highest, and to that comes what is shared.
@@ -170,7 +170,7 @@ def measured(hub: one_machine.Hub, work: Callable[[], object]) -> dict[str, floa
 
     with ThreadPoolExecutor(1) as watching:
         watched = watching.submit(watch)
-        start, before = time.monotonic(), computed()
+        start, before = time.monotonic(), one_machine.computed()
         try:
             work()
         finally:
@@ -178,16 +178,10 @@ def measured(hub: one_machine.Hub, work: Callable[[], object]) -> dict[str, floa
         watched.result()
     return {
         "seconds": time.monotonic() - start,
-        "core seconds": computed() - before,
+        "core seconds": one_machine.computed() - before,
         "GB": sum(highest.values()) / 1e9,
         "GB shared": highest[-1] / 1e9,
     }
-
-
-def computed() -> float:
-    """Return the seconds that this machine's cores have computed, for whomever."""
-    times = psutil.cpu_times()
-    return times.user + times.nice + times.system
 
 
 def memory_by_user(process: psutil.Process) -> dict[int, int]:
@@ -217,7 +211,7 @@ def draw(needs: dict[int, dict[str, float]]) -> None:
         axes.set_ylabel(unit)
         axes.set_xlim(0, 31)
         axes.set_ylim(0, 1.1 * end)
-        axes.text(30, end, f"{end:.3g}  ", ha="right")
+        axes.text(30, end, f"{end:,.0f}  ", ha="right")
     (folder := ROOT / "build/one-machine").mkdir(parents=True, exist_ok=True)
     figure.savefig(folder / "people.png", dpi=120)
     plt.close(figure)

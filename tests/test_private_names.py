@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE
 from tests.tools.notebooks import ROOT
 
 P01, P02, P03 = "01-ddp-pytorch-only", "02-ddp-pytorch-ray", "03-fsdp-deepspeed"
@@ -153,7 +154,7 @@ def is_there(name: str) -> bool:
     folder = Path(importlib.util.find_spec(package).origin).parent
     kinds = ("*.py", "*.so", "*.dylib", "raylet")
     grep = ["grep", "-rqwF", *(f"--include={kind}" for kind in kinds)]
-    return not subprocess.run([*grep, "-e", word, folder], timeout=120).returncode
+    return not subprocess.run([*grep, "-e", word, folder], timeout=PATIENCE).returncode
 
 
 @pytest.mark.slow

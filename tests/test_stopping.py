@@ -284,18 +284,18 @@ def test_one_node_grows_to_two_without_a_restart_to_spare(tmp_path):
     def node(hosts_store: bool) -> Job:
         conf = f"--rdzv-conf=is_host={hosts_store},last_call_timeout=1"
         launcher = ["-m", "torch.distributed.run", *at, conf]
-        return Job(DDP, tmp_path, *launcher, arguments=["--epochs", "4"])
+        return Job(DDP, tmp_path, *launcher, arguments=["--epochs", "8"])
 
     first = node(True)
-    first.wait_for("epoch 1/4")
+    first.wait_for("epoch 1/8")
     second = node(False)
     ended = first.end(), second.end()
     said = "".join([*first.lines, *second.lines])
     assert ended == (0, 0), said
     assert "1 workers on cpu" in said and "2 workers on cpu" in said
-    assert re.search(r"goes on after epoch \d", said) and "epoch 4/4" in said
+    assert re.search(r"goes on after epoch \d", said) and "epoch 8/8" in said
     newest = torch.load(runs.newest(tmp_path), weights_only=True)
-    assert newest["epoch"] == 4
+    assert newest["epoch"] == 8
 
 
 def test_all_ranks_stop_after_the_same_step_if_one_is_asked():

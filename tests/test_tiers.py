@@ -255,7 +255,7 @@ def test_below_a_cell_that_failed_none_is_run(project, source):
     for cell in (raises.cells[0], raises.cells[2]):
         cell.metadata["tags"] = ["nbval-ignore-output"]
     nbformat.write(raises, path)
-    found = project.run("--nbval-lax", "--nbval-cell-timeout=3", "02-part")
+    found = project.run("--nbval-lax", "--nbval-cell-timeout=8", "02-part")
     output = found.pop("output")
     a = ["PASSED", "FAILED", "XFAIL", "XFAIL"]
     assert found == {f"a.ipynb::Cell {n}": state for n, state in enumerate(a)} | {

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from tests import scripts, sharding
+from tests.patience import PATIENCE
 from utils import stopping
 from utils.comms import count_comms
 from utils.errors import BadInput
@@ -244,7 +245,7 @@ def test_what_is_saved_in_the_background_is_the_state_of_its_step(tmp_path):
         write = FileSystemWriter.write_data
 
         def late(self, *args):
-            assert step_3.wait(60), "training waits for what is written"
+            assert step_3.wait(PATIENCE), "training waits for what is written"
             return write(self, *args)
 
         module.train_step = counted

@@ -8,7 +8,7 @@ the command that reaches it, if it is not on this machine. `#` begins a comment.
 
     /home/ann/workshop
     ssh seat07 :: workshop
-    kubectl exec -i jupyter-ann -- :: /home/jovyan/workshop
+    kubectl exec -i --namespace seats jupyter-seat-07 -- :: /home/ray/workshop-COMMIT
 
 Seats run side by side, as people will; in each, the doctor first and then one lesson after
 the other. Copies are executed: nobody's notebook is changed.
