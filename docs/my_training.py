@@ -14,6 +14,7 @@ def build_model():
 
 
 def build_optimizer(model):
+    # or several, as (optimizer, scheduler): train_step gets what this returns
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
@@ -22,6 +23,7 @@ def make_loader(rank, world_size, epoch):
     data = TensorDataset(data, data.sum(1, keepdim=True))
     sampler = DistributedSampler(data, world_size, rank)
     sampler.set_epoch(epoch)
+    # 2 and 3 workers, which the tool starts, share a batch of 6 equally
     return DataLoader(data, 6 // world_size, sampler=sampler)
 
 

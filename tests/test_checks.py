@@ -499,6 +499,9 @@ ALL_ROWS = {"tree_learner": "data_parallel"}
 NAMED = {
     "split a batch": [
         (lambda batch, rank, n: batch, "Every worker gets the whole batch"),
+        (lambda batch, rank, n: batch.sort(), "is a `return` missing"),
+        (lambda batch, rank, n: batch[rank], "a list of them"),
+        (lambda batch, rank, n: range(rank, len(batch), n), "not their positions"),
         (lambda batch, rank, n: batch[rank : rank + 4], "nobody gets images"),
         (lambda batch, rank, n: batch[rank * 4 :][:8], "more than once"),
         (lambda batch, rank, n: batch[9:] if rank else batch[:9], "different lengths"),

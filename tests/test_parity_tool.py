@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -183,7 +184,11 @@ def test_each_mistake_is_named_and_nothing_else(family, name):
     report = reports(family, name in QUICK[family])[name]
     names = expected(family)[name][1]
     assert set(report.names) == names, str(report)
-    assert all(finding.evidence for finding in report.findings)
+    evidence = {finding.name: finding.evidence for finding in report.findings}
+    assert all(evidence.values())
+    if names == {"summed"}:
+        said = re.search(r"is (\S+) times the mean on (\d) ranks", evidence["summed"])
+        assert said and float(said[1]) == int(said[2])
     # noise, and an order that no epoch changes, are wrong although N workers equal one
     if names and names <= {
         "same noise",
@@ -270,7 +275,11 @@ def test_a_file_that_is_right_has_status_0(judge):
     status, out, err = judge()
     assert (status, err) == (0, "")
     assert "2 workers train like one process: in 4 steps of 2 epochs" in out
-    assert "Looks like" not in out
+    first, last = re.findall(
+        r" ([\d.e+-]+)[, :]", re.findall(r"In float32, .*", out)[0]
+    )
+    assert 0 < float(first) < 1e-5 and 0 < float(last) < 1e-3
+    assert "only rounding" in out and "Looks like" not in out
 
 
 def test_a_file_with_a_mistake_has_status_1(judge):
@@ -279,6 +288,13 @@ def test_a_file_with_a_mistake_has_status_1(judge):
     assert "2 workers train like one process" in out  # as it makes the same mistake
     assert "Looks like: items come in the same order in every epoch" in out
     assert "Evidence: rank 0 of 2 sees items" in out
+
+
+def test_a_batch_that_cannot_be_shared_equally_is_no_other_mistake(judge):
+    status, out, _ = judge("6 // world_size", "5 // world_size")
+    assert status == 1 and out.count("Looks like") == 1
+    assert "Looks like: 2 ranks cannot share a batch of 5 equally" in out
+    assert "takes 5 items in one process, and 4 on 2 ranks" in out
 
 
 @pytest.mark.slow

@@ -1069,7 +1069,10 @@ class _Payload:
             spec.loader.exec_module(module)
         except Exception as problem:
             what = f"{type(problem).__name__}: {problem}"
-            raise BadInput(f"{self.path} cannot be imported: {what}") from problem
+            raise BadInput(
+                f"{self.path} cannot be imported: {what}. What a script does at its top "
+                'level belongs under `if __name__ == "__main__":`.'
+            ) from problem
         return _from_module(module, self.path)
 
 
@@ -1456,7 +1459,7 @@ def find_unequal_steps(case: _Case) -> Finding | None:
 
 def find_repeated_items(case: _Case) -> Finding | None:
     records = [case.one, *case.ranks]
-    if not all(record.identified for record in records):
+    if not all(record.identified for record in records) or _cannot_be_shared(case):
         return None
     for epoch in range(min(len(record.orders) for record in records)):
         if case.ranks[0].unequal_steps and not case.ranks[0].whole:
@@ -1535,6 +1538,13 @@ def find_global_batch(case: _Case) -> Finding | None:
         return None
     ours = sum(len(rank.steps[0].items) for rank in case.ranks)
     theirs = len(case.one.steps[0].items)
+    if _cannot_be_shared(case):
+        return Finding(
+            "global batch",
+            f"{case.n} ranks cannot share a batch of {theirs} equally: choose a batch "
+            "size, and a number of items, that every world size divides, or another N",
+            f"a step takes {theirs} items in one process, and {ours} on {case.n} ranks",
+        )
     if ours <= theirs or len(orders[0]) >= len(alone[0]):
         return None
     return Finding(
@@ -1544,6 +1554,14 @@ def find_global_batch(case: _Case) -> Finding | None:
         f"a step takes {theirs} items in one process, and {ours} on {case.n} ranks "
         f"({len(alone[0])} steps in an epoch, and {len(orders[0])})",
     )
+
+
+def _cannot_be_shared(case: _Case) -> bool:
+    if not case.one.steps or not all(rank.steps for rank in case.ranks):
+        return False
+    ours = sum(len(rank.steps[0].items) for rank in case.ranks)
+    theirs = len(case.one.steps[0].items)
+    return ours == case.n * (theirs // case.n) < theirs
 
 
 def find_other_order(case: _Case) -> Finding | None:
@@ -1966,8 +1984,8 @@ def find_content(case: _Case) -> Finding | None:
     elif not even and abs(sum(factors) - 1) < 1e-3:
         return Finding(
             "unequal batches",
-            "ranks count equally, whatever their batches hold: weight by the numbers that "
-            "each loss is a mean of, or drop what is uneven",
+            "ranks count equally, whatever their batches hold: weight each loss by what it "
+            "is a mean of (items, tokens, weights of classes), or drop what is uneven",
             f"step {at.step}: the ranks have {counts} items, and one process' gradient is "
             f"made of theirs by {_factors(factors)}, not {1 / case.n:.3g} each",
         )
@@ -2051,7 +2069,7 @@ def find_noise(case: _Case) -> Finding | None:
         draws = [(a.draws, b.draws) for a, b in pairs if a.draws]
         numbers = sum(size for a, _ in draws for _, size, _ in a)
         ranks = f"ranks {first.rank} and {second.rank} of {case.n}"
-        mend = "seed each rank differently once the weights are built"
+        mend = "seed each rank differently once the weights are built, as in `wrap`"
         if draws and all(a == b for a, b in draws):
             masks = sum(len(a) for a, _ in draws)
             return Finding(
@@ -2431,6 +2449,9 @@ def main(arguments: list[str] | None = None) -> int:
     # one process imports torch, and all ranks are forked from it
     preload = ["torch.distributed.tensor", "torch.nn.parallel"]
     mp.get_context("forkserver").set_forkserver_preload(preload)
+    if sys.stderr.isatty():  # else nothing would be seen for half a minute
+        sizes = ", ".join(map(str, (1, *args.world_sizes)))
+        print(f"Trains in {sizes} processes ...", file=sys.stderr)
     try:
         report = check(
             args.file, args.world_sizes, args.epochs, args.steps, args.timeout

@@ -62,7 +62,16 @@ def _splits(share: Callable) -> bool | str:
     """Whether `share(batch, rank, n)` gives each image to one rank, equally many to all."""
     for n in (2, 3, 4):
         batch = [10 * i for i in range(12)]
-        shares = [[int(i) for i in share(list(batch), rank, n)] for rank in range(n)]
+        returned = [share(list(batch), rank, n) for rank in range(n)]
+        if any(each is None for each in returned):
+            return "It returns None: is a `return` missing?"
+        if any(isinstance(each, int) for each in returned):
+            return "It returns one image: a worker gets a list of them."
+        shares = [[int(i) for i in each] for each in returned]
+        if {i for each in shares for i in each} - set(batch):
+            return (
+                "It returns other numbers: give images of `batch`, not their positions."
+            )
         if all(each == batch for each in shares):
             return "Every worker gets the whole batch: they would all do the same work."
         dealt = [i for each in shares for i in each]

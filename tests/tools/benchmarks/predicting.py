@@ -1,4 +1,4 @@
-"""Seconds of steps outside of the fitted range: predicted by utils.timing, or measured."""
+"""Seconds of steps of sizes not fitted: predicted by utils.timing, or measured."""
 
 import contextlib
 import time
@@ -98,7 +98,7 @@ def work_of(layers: int, width: int, strategy: str, network: bool) -> timing.Wor
 def predicted_over_measured(
     rounds: list[dict[Key, float]], latency: bool = True
 ) -> dict[Key, list[float]]:
-    """By key outside of the fitted range: the ratio in each round, fitted in that round."""
+    """By key of sizes not fitted: the ratio in each round, fitted in that round."""
     works = {key: work_of(*key) for key in rounds[0]}
     if not latency:
         works = {key: work._replace(messages=0) for key, work in works.items()}
@@ -114,7 +114,7 @@ def predicted_over_measured(
 
 def rows_of(rounds: list[dict[Key, float]]) -> list[Row]:
     """Row 15, with and without the latency term: the size that is predicted worst."""
-    what = "seconds of a step outside of the fitted range, 9 cases: predicted over measured"
+    what = "seconds of a step of sizes not fitted, 9 cases: predicted over measured"
     found = []
     for latency in (True, False):
         ratios = predicted_over_measured(rounds, latency)
