@@ -126,8 +126,17 @@ def hub(folder: Path, *names: str, **settings: object) -> Iterator[Hub]:
     command += [f"--JupyterHub.cookie_secret_file={OWN}/cookie_secret"]
     command += [f"--ConfigurableHTTPProxy.pid_file={OWN}/proxy.pid"]
     command += [f"--Seat.{name}={value}" for name, value in settings.items()]
+    alone = []
+    if not (CGROUPS / "cgroup.controllers").exists():  # version 2 counts by itself
+        counted = CGROUPS / "cpuacct/workshop"
+        alone = [
+            "sh",
+            "-c",
+            'mkdir -p "$0" && echo $$ > "$0/cgroup.procs" && exec "$@"',
+        ]
+        alone += [str(counted)]
     # also if this test is killed, it ends with all that it has started
-    alone = ["setpriv", "--pdeathsig", "KILL"]
+    alone += ["setpriv", "--pdeathsig", "KILL"]
     alone += ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
     started = ["sh", "-c", script, "sh", inside, *accounts, "--"]
     log = folder / "hub.log"
@@ -139,9 +148,6 @@ def hub(folder: Path, *names: str, **settings: object) -> Iterator[Hub]:
             stderr=output,
         )
     try:
-        if not (CGROUPS / "cgroup.controllers").exists():  # version 2 counts by itself
-            (CGROUPS / "cpuacct/workshop").mkdir()
-            (CGROUPS / "cpuacct/workshop/cgroup.procs").write_text(str(job.pid))
         wait_until(lambda: answers(url), job, log.read_text)
         yield Hub(url, people, psutil.Process(job.pid))
     except BaseException:

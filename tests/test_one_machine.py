@@ -97,7 +97,11 @@ def test_a_seat_trains_in_a_ray_of_its_own_and_leaves_nothing(tmp_path):
         assert who == f"ann {ROOT / '.venv'} /workshop/ann 10.0 2.0"
         assert access == "False 0"  # the lessons are root's, and the home ann's alone
         assert transport == "ipc"
+        before = one_machine.computed()
         assert "Trained." in seat.run(LESSON)
+        assert (
+            one_machine.computed() - before > 1
+        )  # importing torch alone takes as much
         uid = int(seat.run(UID))
         before = len(hub.of_user(uid))
         seat.run(RAY, keep=True)
