@@ -290,6 +290,11 @@ def room_faults(document: dict) -> Iterator[str]:
         yield "the volume cannot be mounted by all nodes"
 
 
+def _has_a_name(peer: dict) -> bool:
+    """Whether a policy says who it is: an empty selector is everybody."""
+    return "ipBlock" in peer or any(each.get("matchLabels") for each in peer.values())
+
+
 def policy_faults(document: dict) -> Iterator[str]:
     """Every way in has a name, all ports are for the cluster, and no way goes inside."""
     spec = document["spec"]
@@ -299,7 +304,7 @@ def policy_faults(document: dict) -> Iterator[str]:
     if set(spec.get("policyTypes", [])) != {"Ingress", "Egress"}:
         yield "one of the two directions is open to all"
     for way in spec.get("ingress", []):
-        if not way.get("from"):
+        if not way.get("from") or not all(map(_has_a_name, way["from"])):
             yield "somebody without a name may come in"
         if not way.get("ports") and way.get("from") != own:
             yield "somebody who is not of this cluster has all ports"
@@ -307,6 +312,10 @@ def policy_faults(document: dict) -> Iterator[str]:
         if not numbers <= {DASHBOARD, *METRICS}:
             yield f"ports {sorted(numbers)} are let through"
     for way in spec.get("egress", []):
+        numbers = {each["port"] for each in way.get("ports", [])}
+        whom = way.get("to", [])
+        if not all(map(_has_a_name, whom)) or (not whom and numbers != {53}):
+            yield "what participants run reaches everybody"
         for block in [
             each["ipBlock"] for each in way.get("to", []) if "ipBlock" in each
         ]:
@@ -315,6 +324,7 @@ def policy_faults(document: dict) -> Iterator[str]:
                 "172.16.0.0/12",
                 "192.168.0.0/16",
                 "169.254.0.0/16",
+                "100.64.0.0/10",
             }
             if private - set(block.get("except", [])):
                 yield "what participants run reaches private addresses"

@@ -61,6 +61,14 @@ def train_step(model, optimizer, batch):
     return loss
 
 
+def step_in_float32(model, optimizer, batch):
+    loss = F.mse_loss(model(batch[0]).float(), batch[1].float())
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
 PLAIN = Training(build_model, adam, make_loader, train_step)
 
 
@@ -357,6 +365,7 @@ RIGHT = {
         PLAIN, make_loader=deal_unequally, train_step=step_by_items
     ),
     "two passes": replace(PLAIN, train_step=step_twice),
+    "a loss in float32": replace(PLAIN, train_step=step_in_float32),
 }
 
 

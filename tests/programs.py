@@ -213,6 +213,8 @@ def wrap(program: Program, model: nn.Module) -> nn.Module:
         model = DDP(
             model, forward_sync_buffers=not program.counter, bucket_cap_mb=0.001
         )
+    if program.parts == "frozen late":
+        model.module.features.requires_grad_(False)
     if program.parts == "trained late":
         (
             model.module if program.averaging == "DDP" else model
@@ -230,6 +232,7 @@ def wrap(program: Program, model: nn.Module) -> nn.Module:
         random.seed(seed)
         np.random.seed(seed)
     if program.noise_seed == "by chance":
+        torch.seed()
         random.seed()
         np.random.seed()
     return model

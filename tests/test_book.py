@@ -23,7 +23,7 @@ from tests.patience import PATIENCE
 from tests.readme import typed
 from tests.tools import notebooks
 from tests.tools.book import ROOT, SITE, exercises, figures, lessons, pages
-from tests.tools.book.__main__ import collect, fetched
+from tests.tools.book.__main__ import collect, fetched, sphinx
 from utils import plots
 from utils.checks import EXERCISES
 from utils.errors import BadInput
@@ -351,8 +351,8 @@ def test_a_link_to_a_heading_that_is_gone_stops_it(book, tmp_path):
     )
     (tmp_path / "b.md").write_text("# B\n")
     (tmp_path / "_static").mkdir()
-    command = [ROOT / ".venv-book" / "bin" / "python", "-m", "sphinx", "-W", "-q"]
-    command += ["-c", DOCS, tmp_path, tmp_path / "out"]
+    python = str(ROOT / ".venv-book" / "bin" / "python")
+    command = sphinx(tmp_path, tmp_path / "out", python)
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode and "gone" in done.stderr
 

@@ -181,3 +181,16 @@ def test_a_solved_copy_runs(path, tmp_path):
     finally:
         target.unlink()
     assert "Not yet" not in printed(code(done))
+
+
+def test_in_a_seat_without_history_it_is_the_lesson_that_nobody_changes(
+    monkeypatch, tmp_path
+):
+    mine = tmp_path / LESSONS[0].relative_to(notebooks.ROOT)
+    mine.parent.mkdir()
+    mine.write_text("{}")
+    monkeypatch.setenv("WORKSHOP_LESSONS", str(notebooks.ROOT))
+    assert original(mine, tmp_path) == read(LESSONS[0])
+    monkeypatch.delenv("WORKSHOP_LESSONS")
+    with pytest.raises(BadInput, match="is not here"):
+        original(mine, tmp_path)

@@ -5,6 +5,7 @@ import nbformat
 
 from tests.patience import PATIENCE
 from tests.tools.notebooks import ROOT
+from utils import clock
 
 CELLS = [
     "from utils import clock; clock.AFTER = 0.2",
@@ -55,6 +56,10 @@ def test_a_long_cell_shows_its_seconds_until_it_ends(monkeypatch):
     assert "done\n" in (first.get("text"), last.get("text"))
     assert [output.output_type for output in cells[3].outputs] == ["error"]
     assert [output.output_type for output in cells[4].outputs] == ["stream"]
+
+
+def test_it_is_shown_after_five_seconds():
+    assert clock.AFTER == 5
 
 
 def test_where_outputs_are_compared_nothing_is_shown(monkeypatch):

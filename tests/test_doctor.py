@@ -155,6 +155,30 @@ def test_memory_of_a_container(monkeypatch, tmp_path, limit, cache, free):
     assert doctor.memory().state == ("ok" if free > doctor.MEMORY_GB else "FAIL")
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_memory_of_a_seat_on_a_shared_machine(monkeypatch, tmp_path, version):
+    """It has a control group of its own, and the machine has more."""
+    own = tmp_path / "cgroup"
+    if version == 2:
+        own.write_text("0::/workshop/ann\n")
+        group, names = tmp_path / "workshop/ann", ("memory.max", "memory.current")
+        cache = "inactive_file"
+    else:
+        own.write_text("5:cpu:/workshop/ann\n4:memory:/workshop/ann\n0::/\n")
+        group = tmp_path / "memory/workshop/ann"
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        cache = "total_inactive_file"
+    group.mkdir(parents=True)
+    for name, content in zip(names, ("8000000000\n", "7000000000\n")):
+        (group / name).write_text(content)
+    (group / "memory.stat").write_text(f"{cache} 1000000000\n")
+    monkeypatch.setattr(doctor, "CGROUP", tmp_path)
+    monkeypatch.setattr(doctor, "OWN_CGROUP", own)
+    machine = SimpleNamespace(available=90e9, total=90e9)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: machine)
+    assert doctor.memory().found == "2.0 GB free"
+
+
 def test_a_reader_that_stops_reading_sees_no_traceback():
     """As in `python -m utils.doctor | head -1`."""
     code = "import sys, runpy; sys.stdout.reconfigure(line_buffering=True); "
@@ -327,6 +351,12 @@ def test_what_an_administrator_has_to_mend(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor, "CGROUP", tmp_path)
     assert doctor.memory().administrator
     monkeypatch.setattr(metadata, "version", lambda name: "0")
+    monkeypatch.setattr(doctor.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(doctor, "in_environment", lambda: False)
+    assert not doctor.packages().administrator
+    monkeypatch.setenv("JUPYTERHUB_USER", "seat-07")
+    assert doctor.packages().administrator
+    monkeypatch.delenv("JUPYTERHUB_USER")
     monkeypatch.setattr(doctor, "in_environment", lambda: True)
     for mine in (True, False):
         monkeypatch.setattr(doctor.os, "access", lambda path, mode, mine=mine: mine)

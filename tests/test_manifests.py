@@ -8,8 +8,10 @@ build/.
 import copy
 import functools
 import importlib.util
+import itertools
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -421,6 +423,18 @@ BROKEN_FILES = [
     ("Containerfile", "COPY --chown=ray:ray . .", "COPY . ."),
     ("Containerfile", "hub/requirements.txt", "requirements.txt"),
     ("anyscale/Containerfile", "torch==2", "torch==1"),
+    (
+        "kuberay/cluster/network-policy.yaml",
+        "    - ports: # names",
+        "    - {}\n    - ports: # names",
+    ),
+    (
+        "kuberay/cluster/network-policy.yaml",
+        "        - namespaceSelector:\n            matchLabels:\n"
+        "              kubernetes.io/metadata.name: kuberay-system",
+        "        - namespaceSelector: {}",
+    ),
+    ("kuberay/cluster/network-policy.yaml", "100.64.0.0/10, ", ""),
     ("anyscale/Containerfile", f"ray:{RAY}", "ray:latest"),
     ("anyscale/compute.cpu.yaml", "max_nodes: 2", "max_nodes: 10"),
     ("anyscale/compute.gpu.yaml", "CPU: 0", "CPU: 4"),
@@ -590,6 +604,9 @@ def test_the_table_of_seats_is_what_the_files_add_up_to():
             "Kubernetes: nodes of 16 cores and 64 GiB with 7 seats each": nodes,
             "Kubernetes: image pulled": 7 * nodes,
             "Anyscale: machines of 4 vCPUs": machines * people,
+            "Anyscale: image": 7 * machines * people,
+            "Codespaces: packages": 7 * people,
+            "one shared machine: packages": 7,
             "Codespaces: machines of 2 cores and 8 GB": people,
             "[one shared machine](#one-shared-machine): memory for lesson 02/02": round(
                 float(all_of_them) + people * float(each)
@@ -656,6 +673,31 @@ def test_kind_goes_through_the_steps_of_the_page():
     assert not re.search(r"^\s*!", run, re.M)
 
 
+def test_every_job_that_the_page_submits_asks_for_a_cpu():
+    """Else its driver runs on the head."""
+    text = (CLUSTER / "README.md").read_text().partition("## Kubernetes\n")[2]
+    lines = re.findall(r"^ray job submit .*$", text, re.MULTILINE)
+    assert len(lines) >= 2
+    assert [line for line in lines if "--entrypoint-num-cpus=1 " not in line] == []
+
+
+def test_a_correction_comes_beside_what_somebody_has_edited(tmp_path):
+    """By the hub's own lines, at each start of a seat."""
+    (values,) = documents(CLUSTER / "hub" / "values.yaml")
+    hooks = values["singleuser"]["lifecycleHooks"]
+    *shell, script = hooks["postStart"]["exec"]["command"]
+    (lessons := tmp_path / "opt").mkdir()
+    script = script.replace("/opt/workshop", str(lessons))
+    for commit, text in (("friday", "1"), ("friday", "2"), ("sunday", "3")):
+        (lessons / "lesson").write_text(text)
+        own = {"HOME": str(tmp_path), "WORKSHOP_COMMIT": commit}
+        own["PATH"] = os.environ["PATH"]
+        subprocess.run([*shell, script], env=own, check=True, timeout=PATIENCE)
+        (tmp_path / "workshop-friday" / "lesson").write_text("mine")
+    found = {p.parent.name: p.read_text() for p in tmp_path.glob("workshop-*/lesson")}
+    assert found == {"workshop-friday": "mine", "workshop-sunday": "3"}
+
+
 def test_the_door_of_github_is_no_second_door():
     """The chart's schema knows the page's values, and no list of names is left in force."""
     door = re.findall(
@@ -712,7 +754,7 @@ for path in sys.argv[1:]:
 
 
 @pytest.mark.weekly
-def test_anyscale_takes_its_files(tmp_path):
+def test_anyscale_takes_its_files_and_commands(tmp_path):
     """In an environment of its own: it wants another dateutil than the pinned one."""
     folder = tmp_path / "environment"
     subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=PATIENCE)
@@ -729,3 +771,12 @@ def test_anyscale_takes_its_files(tmp_path):
         assert subprocess.run(load, capture_output=True, timeout=PATIENCE).returncode, (
             path
         )
+    page = (CLUSTER / "README.md").read_text().partition("## Anyscale\n")[2]
+    commands = re.findall(r"anyscale (?:[a-z][\w-]+ )+--[^;\n`]+", page)
+    assert len(commands) >= 9
+    for line in commands:
+        words = shlex.split(line)
+        command = list(itertools.takewhile(lambda word: word[0] != "-", words))
+        ask = [folder / "bin" / command[0], *command[1:], "--help"]
+        said = subprocess.check_output(ask, text=True, timeout=PATIENCE)
+        assert all(word in said for word in words if word.startswith("--")), line

@@ -74,6 +74,7 @@ MISTAKES = {
     "same by NumPy": ["same noise", {"augment": "numpy", "noise_seed": "same"}],
     "same by random": ["same noise", {"augment": "python", "noise_seed": "same"}],
     "unseeded": ["unseeded noise", {"augment": "python", "noise_seed": "by chance"}],
+    "unseeded dropout": ["unseeded noise", {"dropout": 0.3, "noise_seed": "by chance"}],
     "uneven": ["unequal batches", {"order": "uneven"}],
     "unequal steps": ["unequal batches", {"order": "unequal steps", "items": 13}],
     "own tokens": [
@@ -162,12 +163,11 @@ def expected(family: str) -> dict[str, tuple[Program, set[str]]]:
 
 
 @cache
-def reports(family: str, quick: bool) -> dict[str, parity.Report]:
-    """All programs in three starts of processes."""
+def reports(family: str, quick: bool, sizes=(2,)) -> dict[str, parity.Report]:
+    """All programs in a start of processes for one process, and one for each size."""
     chosen = QUICK[family] if quick else [*set(expected(family)) - set(QUICK[family])]
     programs = {name: training(expected(family)[name][0]) for name in sorted(chosen)}
-    both = not quick and family == "classifier"
-    return parity.check_all(programs, world_sizes=(2, 3) if both else (2,))
+    return parity.check_all(programs, world_sizes=sizes)
 
 
 @pytest.mark.parametrize(
@@ -202,6 +202,14 @@ def test_each_mistake_is_named_and_nothing_else(family, name):
         assert all(report.equal.values()) == (not names), str(report)
 
 
+@pytest.mark.weekly
+@pytest.mark.parametrize("family", BOTH)
+def test_with_three_workers_as_well(family):
+    found = reports(family, False, (2, 3))
+    names = {name: set(report.names) for name, report in found.items()}
+    assert names == {name: expected(family)[name][1] for name in names}
+
+
 @cache
 def odd_reports() -> dict[str, parity.Report]:
     wrong = {name: program for name, (_, program) in odd_programs.WRONG.items()}
@@ -216,6 +224,31 @@ def test_programs_of_many_styles(name):
         assert report.ok, str(report)
     else:
         assert report.names == [odd_programs.WRONG[name][0]], str(report)
+
+
+UNSEEN = ROOT / "tests" / "unseen"  # by somebody who had not read the tool
+UNSEEN_MISTAKES = {
+    "wrong_01": "summed",
+    "wrong_02": "not averaged",
+    "wrong_03": "same order",
+    "wrong_04": "accumulation",
+    "wrong_05": "items",
+    "wrong_06": "same noise",
+    "wrong_07": "buffers",
+    "wrong_08": "clipping",
+    "wrong_09": "parameter not averaged",
+    "wrong_10": "unequal batches",
+}
+
+
+@pytest.mark.weekly
+@pytest.mark.parametrize(
+    "path", sorted(UNSEEN.glob("*_*.py")), ids=lambda path: path.stem
+)
+def test_programs_that_the_tool_had_not_seen(path):
+    report = parity.check(path)
+    named = UNSEEN_MISTAKES.get(path.stem)
+    assert report.names == ([named] if named else []), str(report)
 
 
 def records_of(*programs: parity.Training) -> list[list[parity.Record]]:
@@ -365,12 +398,15 @@ def test_a_rank_that_fails_ends_all_and_is_reported(judge, how):
 
 
 @pytest.mark.slow
-def test_an_unused_parameter_is_named_from_what_ddp_says():
-    report = parity.check(training(Program(parts="unused")), world_sizes=(2,))
+@pytest.mark.parametrize(
+    ("parts", "part"), [("unused", "spare"), ("frozen late", "features")]
+)
+def test_a_parameter_without_a_gradient_is_named_from_what_ddp_says(parts, part):
+    report = parity.check(training(Program(parts=parts)), world_sizes=(2,))
     assert report.names == ["parameter not averaged"]
-    assert "that gets none: it is unused" in str(report)
-    spare = [n for n, _ in Classifier(Program(parts="unused")).named_parameters()]
-    places = [str(i) for i, name in enumerate(spare) if "spare" in name]
+    assert "that gets none: it is unused, or was frozen after the wrap" in str(report)
+    names = [n for n, _ in Classifier(Program(parts=parts)).named_parameters()]
+    places = [str(i) for i, name in enumerate(names) if part in name]
     assert report.findings[0].evidence.endswith(
         f"; numbers {' '.join(places)} of `parameters()`"
     )

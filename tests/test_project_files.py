@@ -98,10 +98,23 @@ def test_the_newest_versions_are_tried_without_pins(tmp_path):
     assert [p.name for p in packages if p.specifier] == ["jsonschema"]
 
 
+def test_the_first_screen_has_what_a_reader_looks_for():
+    first = (ROOT / "README.md").read_text().partition("\n## Your path")[0]
+    looked_for = ["git clone", "make lab", "**Which way?**", "proof.svg", "memory.svg"]
+    looked_for.append("## What is in it")
+    assert sorted(looked_for, key=first.index) == looked_for
+    for readme in sorted(ROOT.glob("0*/README.md")):
+        top = readme.read_text().partition("\n## ")[0]
+        assert top.count("(../docs/pictures/") >= 2, readme
+
+
 def test_the_devcontainer_has_what_ray_needs():
     container = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text())
     shared = [arg for arg in container["runArgs"] if arg.startswith("--shm-size=")]
     assert int(re.fullmatch(r"--shm-size=(\d+)g", shared[0])[1]) >= 4
+    needs = container["hostRequirements"]
+    assert needs["cpus"] >= 2 and int(needs["memory"].removesuffix("gb")) >= 8
+    assert int(needs["storage"].removesuffix("gb")) >= 20
     command, target = container["postCreateCommand"].split()
     assert command == "make"
     assert target in targets()
@@ -151,6 +164,7 @@ def tools(tmp_path_factory):
     [
         ("github-workflows", WORKFLOW),
         ("github-workflows", WORKFLOW.with_name("book.yml")),
+        ("github-workflows", WORKFLOW.with_name("kind.yml")),
         ("github-issue-forms", FORM),
     ],
 )

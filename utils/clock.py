@@ -49,7 +49,7 @@ def _running(seconds: float) -> dict[str, str]:
 
 
 def show_in_notebook() -> None:
-    """Do so for each cell after this one, in a notebook's kernel; else do nothing.
+    """Do so for this cell and each after it, in a notebook's kernel; else do nothing.
 
     Nor where WORKSHOP_PROGRESS is "off", as in tests, which compare outputs.
     """
@@ -62,3 +62,4 @@ def show_in_notebook() -> None:
     clock = Clock()
     shell.events.register("pre_run_cell", clock.start)
     shell.events.register("post_run_cell", clock.stop)
+    clock.start()  # of this cell, which imports

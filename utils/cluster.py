@@ -28,6 +28,8 @@ from utils import preflight, settings
 from utils.errors import BadInput
 from utils.processes import free_port
 
+# Ray Train's own DataConfig asks for it, and Ray would tell whoever calls that.
+warnings.filterwarnings("ignore", message="`ExecutionOptions.exclude_resources` is")
 Started = TypeVar("Started")
 # Logical CPUs kept free of training workers, so that Ray Data's tasks have where to run.
 SPARE_CPUS = 2

@@ -20,7 +20,7 @@ import sysconfig
 import textwrap
 import threading
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
@@ -31,7 +31,8 @@ from utils.errors import BadInput
 
 REQUIREMENTS = Path(__file__).parent.parent / "requirements.txt"
 DATASET_URL = "https://ossci-datasets.s3.amazonaws.com/mnist/t10k-labels-idx1-ubyte.gz"
-CGROUP = Path("/sys/fs/cgroup")  # what a container may use, on Linux
+CGROUP = Path("/sys/fs/cgroup")  # what a container or a seat may use, on Linux
+OWN_CGROUP = Path("/proc/self/cgroup")
 MEMORY_GB = 4  # Ray with two workers that train ResNet-18 was measured at 3.8 GB
 DISK_GB = 2  # a checkpoint of ResNet-18 with AdamW's state has 0.13 GB
 
@@ -145,15 +146,8 @@ def memory() -> Result:
 
     machine = psutil.virtual_memory()
     free, total = machine.available / 1e9, machine.total / 1e9
-    limit = CGROUP / "memory.max"
-    if limit.exists() and limit.read_text().strip() != "max":
-        used = int((CGROUP / "memory.current").read_text())
-        # Files that were read stay in memory until it is needed for something else.
-        statistics = (CGROUP / "memory.stat").read_text()
-        cache = re.search(r"^inactive_file (\d+)$", statistics, re.MULTILINE)
-        used -= int(cache[1]) if cache else 0
-        total = min(total, int(limit.read_text()) / 1e9)
-        free = min(free, (int(limit.read_text()) - used) / 1e9)
+    for limit, used in _limits():
+        total, free = min(total, limit / 1e9), min(free, (limit - used) / 1e9)
     if free >= MEMORY_GB:
         return Result("ok", f"{free:.1f} GB free")
     if total < MEMORY_GB:
@@ -161,6 +155,29 @@ def memory() -> Result:
         return Result("FAIL", f"{total:.1f} GB in all", mend, administrator=True)
     mend = f"The lessons with Ray need {MEMORY_GB} GB: close other programs."
     return Result("FAIL", f"{free:.1f} GB free", mend)
+
+
+def _limits() -> Iterator[tuple[int, int]]:
+    """Yield what control groups (version 2 or 1) may use and do use, in bytes."""
+    own = {}
+    with contextlib.suppress(OSError):  # not Linux
+        lines = OWN_CGROUP.read_text().splitlines()
+        own = dict(line.split(":", 2)[1:] for line in lines)
+    old = CGROUP / "memory" / own.get("memory", "/")[1:]
+    for group in {CGROUP, CGROUP / own.get("", "/")[1:]}:
+        if (limit := group / "memory.max").exists() and limit.read_text() != "max\n":
+            used = int((group / "memory.current").read_text())
+            yield int(limit.read_text()), used - _cache(group, "inactive_file")
+    if (limit := old / "memory.limit_in_bytes").exists():
+        used = int((old / "memory.usage_in_bytes").read_text())
+        yield int(limit.read_text()), used - _cache(old, "total_inactive_file")
+
+
+def _cache(group: Path, name: str) -> int:
+    """Return the bytes of files that were read, and go when memory is needed."""
+    statistics = (group / "memory.stat").read_text()
+    found = re.search(rf"^{name} (\d+)$", statistics, re.MULTILINE)
+    return int(found[1]) if found else 0
 
 
 def disk() -> Result:
@@ -359,7 +376,8 @@ def _commit() -> str:
 
 def _installed_wrong(found: str, command: str) -> Result:
     """Say who installs what is pinned: you, where this environment is yours."""
-    if os.access(sys.prefix, os.W_OK) or not in_environment():
+    seat = "JUPYTERHUB_USER" in os.environ  # of a hub, in an image
+    if os.access(sys.prefix, os.W_OK) or not (in_environment() or seat):
         return Result("FAIL", found, f"Install what is pinned: {command}.")
     mend = f"This environment is not yours to change: its owner runs {command}."
     return Result("FAIL", found, mend, administrator=True)

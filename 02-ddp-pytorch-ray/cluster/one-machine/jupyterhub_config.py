@@ -142,4 +142,5 @@ c.Seat.environment = {
     "PATH": f"{LESSONS}/.venv/bin:{os.environ['PATH']}",
     "JUPYTER_PATH": f"{LESSONS}/.venv/share/jupyter",  # the kernel of the workshop
     "OMP_NUM_THREADS": "1",  # ranks share the cores
+    "WORKSHOP_LESSONS": str(LESSONS),  # as they were written
 }

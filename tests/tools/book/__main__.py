@@ -96,6 +96,16 @@ def collect(target: Path) -> None:
     shutil.copytree(ROOT / "docs" / "static", target / "_static")
 
 
+def sphinx(pages: Path, site: Path, python: str = sys.executable) -> list[str]:
+    """Return the command that builds a site of pages.
+
+    A warning is a mistake, such as a link to a heading that is gone: say all, then fail.
+    """
+    command = [python, "-m", "sphinx", "-W", "--keep-going", "--quiet", "-b", "html"]
+    command += ["-c", str(ROOT / "docs"), "-d", f"{site}-doctrees"]
+    return [*command, str(pages), str(site)]
+
+
 def main() -> int:
     try:
         collect(PAGES)
@@ -104,11 +114,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 1
     shutil.rmtree(SITE, ignore_errors=True)
-    # A warning is a mistake, such as a link to a heading that is gone: say all, then fail.
-    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "--quiet"]
-    command += ["-b", "html", "-c", str(ROOT / "docs"), "-d", f"{SITE}-doctrees"]
-    command += [str(PAGES), str(SITE)]
-    if status := subprocess.run(command, timeout=1800).returncode:
+    if status := subprocess.run(sphinx(PAGES, SITE), timeout=1800).returncode:
         return status
     for template in SITE.glob("_static/*.html"):  # left there by the theme: no pages
         template.unlink()

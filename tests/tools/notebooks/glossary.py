@@ -8,11 +8,11 @@ import tomllib
 from functools import cache
 from pathlib import Path
 
-from tests.tools.notebooks import ROOT
+from tests.tools.notebooks import ROOT, electives
 from tests.tools.notebooks.outline import anchor, main_line
 
 PAGE = ROOT / "docs" / "glossary.md"
-LINK = re.compile(r"\[([^\]]+)\]\(\.\./docs/glossary\.md#[^)]+\)")
+LINK = re.compile(r"\[([^\]]+)\]\((?:\.\./)+docs/glossary\.md#[^)]+\)")
 # Where no link may stand: code, links, headings, folded answers, tags and generated lines.
 PROTECTED = re.compile(
     r"^```.*?^```|<details>.*?</details>|`[^`\n]*`|!?\[[^\]]*\]\([^)]*\)|^#[^\n]*$"
@@ -23,7 +23,7 @@ PROTECTED = re.compile(
 
 @cache
 def chosen() -> dict[str, list[str]]:
-    """Return the terms to link, by lesson ("01/01")."""
+    """Return the terms to link, by lesson ("01/01", "elective 1")."""
     text = Path(__file__).with_suffix(".toml").read_text()
     return tomllib.loads(text)["terms"]
 
@@ -35,6 +35,8 @@ def entries() -> list[str]:
 
 def terms(path: Path) -> list[str]:
     """Return the terms to link in a notebook; those beside the route have none."""
+    if path in electives():
+        return chosen().get(f"elective {path.name[1:2]}", [])
     if path.parent.parent != ROOT:
         return []
     return chosen().get(f"{path.parent.name[:2]}/{path.name[:2]}", [])
@@ -62,6 +64,7 @@ def with_links(path: Path, notebook) -> None:
         LookupError: the main line never uses a term, or the glossary does not have it.
     """
     texts = [c for c in main_line(notebook.cells) if c.cell_type == "markdown"]
+    up = "../../" if path in electives() else "../"
     for cell in texts:
         cell.source = LINK.sub(r"\1", cell.source)
     for term in terms(path):
@@ -69,7 +72,7 @@ def with_links(path: Path, notebook) -> None:
             raise LookupError(f"The glossary has no term {term!r}: see glossary.toml.")
         for cell in texts:
             if found := first_use(cell.source, term):
-                link = f"[{found[0]}](../docs/glossary.md#{anchor(term)})"
+                link = f"[{found[0]}]({up}docs/glossary.md#{anchor(term)})"
                 start, end = found.span()
                 cell.source = cell.source[:start] + link + cell.source[end:]
                 break
