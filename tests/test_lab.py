@@ -65,6 +65,16 @@ def stand_still(folder):
 
 run_ranks(stand_still, 2, {folder!r})"""
 
+# Tests run without the bar; at the end no cell shows one any more.
+LONG = """import os, time
+from utils import clock
+
+os.environ.pop("WORKSHOP_PROGRESS", None)
+clock.AFTER = 1
+clock.show_in_notebook()
+time.sleep(6)
+clock.AFTER = 1e6"""
+
 # Ray's dashboard asks the machine that hosts this one whether it is a cloud's, also where
 # it reports no usage (ray/_common/usage/usage_lib.py, `get_cloud_from_metadata_requests`).
 CLOUD = {"169.254.169.254", "metadata.google.internal"}
@@ -273,6 +283,13 @@ def test_stop_leaves_no_process_of_the_ranks(lab, tmp_path):
     wait_until(lambda: lab.processes() <= before)
     lab.browser("send", index, "len(run_ranks(who_am_i, 2))")
     assert lab.browser("answered", index) == "2"
+
+
+@pytest.mark.slow
+def test_a_long_cell_shows_that_it_is_at_work(lab):
+    index = lab.cell('check("mean loss"')
+    lab.browser("send", index, LONG)
+    lab.browser("bar", index)
 
 
 @pytest.mark.slow

@@ -146,6 +146,13 @@ class Lab:
         output = self.cell(index).locator(".jp-OutputArea-output")
         return "\n".join(output.all_text_contents()).strip()
 
+    def bar(self, index: int) -> None:
+        """Wait until a cell shows that it is at work, and until that has gone."""
+        bar = self.cell(index).locator(".jp-OutputArea-output progress")
+        bar.wait_for()
+        self.picture("bar")
+        bar.wait_for(state="detached")
+
     def stop(self) -> None:
         """Press the button that interrupts the kernel."""
         button = '[data-jp-item-name="interrupt"]'
