@@ -142,7 +142,8 @@ def test_three_people_learn_at_the_same_time_and_see_nothing_of_each_other(tmp_p
         dashboard, ray = said.partition("Dashboard: ")[2].split()[:2]
         pid = ann.run("import os; print(os.getppid())").strip()  # of the server
         facts = {"name": "ann", "dashboard": dashboard, "ray": ray, "pid": pid}
-        home, tmp, kill, jobs, joined = ben.run(LOOK.format(**facts)).splitlines()
+        seen = ben.run(LOOK.format(**facts))
+        home, tmp, kill, jobs, joined = seen.splitlines()
         assert home == tmp == "PermissionError"
         assert kill == "PermissionError"
         assert jobs == "401"

@@ -93,7 +93,8 @@ class Seat:
                 answer = json.loads(channel.recv())
                 if answer["parent_header"].get("msg_id") != header["msg_id"]:
                     continue
-                printed += answer["content"].get("text", "")
+                if answer["content"].get("name") == "stdout":  # no warning of a library
+                    printed += answer["content"]["text"]
                 if answer["content"].get("execution_state") == "idle":
                     open_ends.discard("idle")
                 if answer["msg_type"] == "execute_reply":
