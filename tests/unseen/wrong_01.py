@@ -44,8 +44,8 @@ def share_gradients(optimizer, args, kwargs):
         for p in group["params"]:
             if p.grad is not None:
                 pending.append(dist.all_reduce(p.grad, async_op=True))
-    for work in pending:
-        work.wait()
+    for request in pending:
+        request.wait()
 
 
 def build_optimizer(model):

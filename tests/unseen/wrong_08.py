@@ -46,9 +46,11 @@ def make_loader(rank, world_size, epoch):
 
 
 def mean_over_ranks(tensors):
-    handles = [dist.all_reduce(t, op=dist.ReduceOp.SUM, async_op=True) for t in tensors]
-    for handle, t in zip(handles, tensors):
-        handle.wait()
+    requests = [
+        dist.all_reduce(t, op=dist.ReduceOp.SUM, async_op=True) for t in tensors
+    ]
+    for request, t in zip(requests, tensors):
+        request.wait()
         t.div_(dist.get_world_size())
 
 
