@@ -143,6 +143,7 @@ def test_three_people_learn_at_the_same_time_and_see_nothing_of_each_other(tmp_p
         pid = ann.run("import os; print(os.getppid())").strip()  # of the server
         facts = {"name": "ann", "dashboard": dashboard, "ray": ray, "pid": pid}
         seen = ben.run(LOOK.format(**facts))
+        assert seen.count("\n") == 5, seen
         home, tmp, kill, jobs, joined = seen.splitlines()
         assert home == tmp == "PermissionError"
         assert kill == "PermissionError"
