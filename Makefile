@@ -70,7 +70,7 @@ else
 	@$(RUN) -m pytest --nbval $(LANES) -m "not slow and not weekly" --note-run=test
 endif
 
-test-all: $(READY) ## run what gates a change: all notebooks, parity, faults, scripts, bad input
+test-all: $(READY) ## run what gates a change: all lessons, parity, kills, scripts, bad input
 	@$(RUN) -m pytest --nbval $(LANES) -m "not weekly and not elective" --note-run=test-all
 
 # A long test may take longer than others may.
@@ -87,7 +87,7 @@ electives: .venv/.electives ## install what the electives need, too (once; no pi
 	@touch $@
 
 test-electives: .venv/.electives ## run the electives, and that no pin has changed
-	@$(RUN) -m pytest --nbval $(LANES) -m "(elective or with_and_without_electives) and not weekly" --note-run=test-electives
+	@$(RUN) -m pytest --nbval $(LANES) -m "elective and not weekly" --note-run=test-electives
 
 KERAS := $(ELECTIVES)/keras
 keras: .venv-keras/.ready ## train with Keras on two workers, in an environment of its own

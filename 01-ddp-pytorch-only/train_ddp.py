@@ -91,7 +91,7 @@ def train(args, device):
     stop = stopping.Stop()
     while at["epoch"] < args.epochs:
         start = time.perf_counter()
-        # images are counted, as another number of ranks takes other steps
+        # the step to go on at; images count, as the number of ranks may change
         first = min(at["images"] // global_batch, steps_per_epoch - 1)
         # another order in every epoch
         train_loader.sampler.set_epoch(at["epoch"], first * args.batch_size)  # NEW

@@ -85,7 +85,7 @@ def train_fn(config):
     at = load_latest(model, optimizer, config)
     stop = stopping.Stop(config["stop_file"], ray.train.get_preemption_info)
     while at["epoch"] < config["epochs"]:
-        # images are counted, as another number of ranks takes other steps
+        # the step to go on at; images count, as the number of ranks may change
         first = min(at["images"] // global_batch, steps_per_epoch - 1)
         # another order in every epoch
         train_loader.sampler.set_epoch(at["epoch"], first * batch_size)  # NEW
@@ -149,7 +149,7 @@ def evaluate(model, test_set, rank, world_size, device):
 
 def report(model, optimizer, metrics, config):
     """Report to Ray Train, on every rank: it keeps rank 0's metrics and checkpoint."""
-    # of all ranks
+    # generators of all ranks
     state = metrics | {"run": config["run"], "generators": generators.states()}
     writing = checkpoint_files.explain_writing("The checkpoint")
     inside = {"dir": config["run_folder"], "prefix": runs.SAVING}

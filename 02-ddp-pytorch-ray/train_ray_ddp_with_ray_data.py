@@ -161,7 +161,7 @@ def evaluate(model, test_shard, rank, world_size):
 
 def report(model, optimizer, metrics, config):
     """Report to Ray Train, on every rank: it keeps rank 0's metrics and checkpoint."""
-    # of all ranks
+    # generators of all ranks
     state = metrics | {"run": config["run"], "generators": generators.states()}
     writing = checkpoint_files.explain_writing("The checkpoint")
     inside = {"dir": config["run_folder"], "prefix": runs.SAVING}

@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 from functools import cache
+from pathlib import Path
 
 import nbformat
 import pytest
@@ -33,18 +34,6 @@ AXE = ("axe-core", "4.14.1")
 AXE_SHA512 = (
     "FHfa+lmNjQZfJz1q8wKqIDwC6DExcHt/pkjNQb09a3NPjCKg2rhu5qb2S4r76ASy"
     "FNNtuFooJpZe37OgudVGtQ=="
-)
-# Of each kind of page one: texts, lessons, solutions, what is found, and the longest.
-LOOKED_AT = (
-    "index.html",
-    "01-ddp-pytorch-only/README.html",
-    "01-ddp-pytorch-only/01_data_parallelism_by_hand.html",
-    "02-ddp-pytorch-ray/05_elastic_training.html",
-    "03-fsdp-deepspeed/05_choosing_a_strategy.html",
-    "03-fsdp-deepspeed/solutions.html",
-    "docs/glossary.html",
-    "tests/tools/benchmarks/RESULTS.html",
-    "search.html",
 )
 GLOSSARY = re.compile(
     r"^## (?P<term>.+)\n\n(?P<said>.+) \[\d\d/\d\d\]\((?P<lesson>[^)]+)\)$",
@@ -357,9 +346,13 @@ def test_a_link_to_a_heading_that_is_gone_stops_it(book, tmp_path):
     assert done.returncode and "gone" in done.stderr
 
 
+def all_pages(book: Path) -> list[str]:
+    return sorted(path.relative_to(book).as_posix() for path in book.rglob("*.html"))
+
+
 @pytest.fixture(scope="module")
 def seen(book, tmp_path_factory):
-    """What headless Chromium sees of LOOKED_AT, and what a search finds."""
+    """What headless Chromium sees of each page, and what a search finds."""
     python = browser.python()
     folder = tmp_path_factory.mktemp("browser")
     fetch = "import sys, pathlib; from tests.tools.book.__main__ import fetched; "
@@ -370,16 +363,20 @@ def seen(book, tmp_path_factory):
     shutil.unpack_archive(folder / f"{'-'.join(AXE)}.tgz", folder)
     script = ROOT / "tests" / "tools" / "book" / "browser.py"
     command = [python, script, folder / "package" / "axe.min.js"]
-    command += [ROOT / "build" / "screenshots" / "book", book.as_uri(), *LOOKED_AT]
+    command += [
+        ROOT / "build" / "screenshots" / "book",
+        book.as_uri(),
+        *all_pages(book),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=3000)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 @pytest.mark.weekly
-def test_no_page_breaks_a_rule_of_axe_or_asks_a_network(seen):
+def test_no_page_breaks_a_rule_of_axe_or_asks_a_network(book, seen):
     views = seen[:-1]
-    assert len(views) == 4 * len(LOOKED_AT)  # wide and narrow, light and dark
+    assert len(views) == 4 * len(all_pages(book))  # wide and narrow, light and dark
     for view in views:
         where = [view["page"], view["width"], view["theme"]]
         assert view["axe"] == [], where
@@ -388,7 +385,9 @@ def test_no_page_breaks_a_rule_of_axe_or_asks_a_network(seen):
         assert view["open"] == 0, where
         assert all(view["diagrams"]) and all(view["pictures"]), where
     drawn = {view["page"] for view in views if view["diagrams"] and view["pictures"]}
-    assert len(drawn) == 3  # the lessons
+    shown = {path.relative_to(ROOT).as_posix() for path in LESSONS}
+    with_both = {page.replace(".html", ".ipynb") for page in drawn}
+    assert {path for path in shown if "solutions" not in path} <= with_both
     light, dark = (
         {view["background"] for view in views if view["theme"] == theme}
         for theme in ("light", "dark")
@@ -398,5 +397,4 @@ def test_no_page_breaks_a_rule_of_axe_or_asks_a_network(seen):
 
 @pytest.mark.weekly
 def test_search_finds_a_word_without_a_server(seen):
-    first = LOOKED_AT[2].replace(".html", ".ipynb")
-    assert notebooks.title(ROOT / first) in seen[-1]["search"]
+    assert notebooks.title(LESSONS[0]) in seen[-1]["search"]

@@ -914,7 +914,13 @@ NAMED = {
 }
 
 
-@pytest.mark.parametrize("name", NAMED)
+# Those that train on ranks, or start DeepSpeed: some seconds each.
+LONG = ["norm of weights", "move it alone", "another world size", "stop together"]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LONG)) for n in NAMED]
+)
 def test_typical_mistakes_are_named(name, monkeypatch, capsys):
     monkeypatch.undo()  # the workshop's own exercises
     # else each rank would import this module, and with it pytest

@@ -217,7 +217,7 @@ cluster.shutdown()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_ray_of_its_own_where_there_is_a_cluster():
     """With options that only a Ray started here takes; it does not grow, and is checked."""
     done = run(REFUSED)
@@ -246,7 +246,7 @@ print(address)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_ray_at_127_0_0_1_is_joined_as_the_readme_says():
     done = run(JOINS, RAY_ADDRESS="local")
     assert done.returncode == 0, done.stderr
@@ -287,6 +287,7 @@ print(len(ports), left.count("gcs_server"), left.count("raylet"))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("times", "tried", "left"), [(1, 2, 1), (2, 2, 0)])
 def test_a_ray_that_did_not_come_up_is_started_once_more(times, tried, left):
     done = run(GIVES_UP, TIMES=str(times), RAY_ADDRESS="local")
@@ -358,6 +359,7 @@ print(cluster._connect(1, "local", {}), ports, wanted)
     assert done.stdout == "http://127.0.0.1:8302 [8301, 8302] [8265, 0]\n", done.stderr
 
 
+@pytest.mark.weekly
 def test_a_cluster_in_this_machine_takes_another_port_if_one_was_taken_meanwhile():
     """Else its head goes on without dashboard, and the state API and jobs do not answer."""
     program = """

@@ -141,6 +141,7 @@ def kill_controller(_):
             process.kill()
 
 
+@pytest.mark.weekly  # 02/04 kills a driver in every change
 def test_sigkill_of_driver_and_controller(tmp_path):
     """One run loses both, one after the other: the driver with all its Ray.
 

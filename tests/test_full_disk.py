@@ -81,7 +81,7 @@ def test_under_torchrun_the_last_line_is_the_sentence(small_disk):
     assert list(small_disk.iterdir()) == []
 
 
-@pytest.mark.slow
+@pytest.mark.weekly  # torchrun's, above, in every change
 @pytest.mark.xdist_group("ray")
 def test_under_ray_the_last_line_is_the_sentence(small_disk):
     """torch.save fails in the run's folder; torch does not say that the disk is full."""

@@ -30,7 +30,7 @@ def test_port_in_use_is_said():
     assert done.stderr == f"Port {port} is in use: set MASTER_PORT to a free one.\n"
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.covers(
     'HOSTS="gpu1 gpu2" NPROC_PER_NODE=8 ./launch_multinode_ddp.sh --epochs 3'
 )

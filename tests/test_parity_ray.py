@@ -91,7 +91,10 @@ def loaded(shards: list[str], orders: list[list[list[int]]]) -> list[list[tuple]
 
 @pytest.mark.parametrize(
     "num_workers",
-    [2, pytest.param(3, marks=pytest.mark.weekly)],
+    [
+        pytest.param(2, marks=pytest.mark.slow),
+        pytest.param(3, marks=pytest.mark.weekly),
+    ],
     ids="{} workers".format,
 )
 def test_training_through_ray_data_equals_one_process(tmp_path, own_ray, num_workers):

@@ -151,6 +151,9 @@ QUICK = {
     "language model": ["GroupNorm or tied weights", "made late", "fake shards", "zeroed"],
 }  # fmt: skip
 
+# The rest of both families: one in every change.
+REST = {"classifier": [pytest.mark.slow], "language model": [pytest.mark.weekly]}
+
 
 def expected(family: str) -> dict[str, tuple[Program, set[str]]]:
     """By name, each program of a family and what is to be found."""
@@ -173,9 +176,7 @@ def reports(family: str, quick: bool, sizes=(2,)) -> dict[str, parity.Report]:
 @pytest.mark.parametrize(
     ("family", "name"),
     [
-        pytest.param(
-            family, name, marks=[] if name in QUICK[family] else [pytest.mark.slow]
-        )
+        pytest.param(family, name, marks=[] if name in QUICK[family] else REST[family])
         for family in BOTH
         for name in expected(family)
     ],
@@ -384,7 +385,9 @@ FAILS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", FAILS)
+@pytest.mark.parametrize(
+    "how", [pytest.param(h, marks=[pytest.mark.weekly] * (h == "hangs")) for h in FAILS]
+)
 def test_a_rank_that_fails_ends_all_and_is_reported(judge, how):
     does, sentence = FAILS[how]
     stop = "    if epoch == 1 and rank == 1:\n        WHEN = True\n    data = torch.r"

@@ -134,7 +134,7 @@ def launch(*arguments) -> subprocess.CompletedProcess:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_run_ends_with_the_sentence_of_a_task(whole_files):
     """The last thing that one reads, below what Ray's workers say."""
     done = launch("--data-path", whole_files, "--num-workers", 1)

@@ -65,7 +65,7 @@ time.sleep(10_000)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_failure_that_comes_and_goes_is_counted_and_named(root, loops, capsys):
     """In what starts Ray, which is what it repeats if nothing is named."""
     (root / "test_tiny.py").write_text(TINY)
@@ -79,7 +79,7 @@ def test_a_failure_that_comes_and_goes_is_counted_and_named(root, loops, capsys)
     assert not any(psutil.pid_exists(pid) for each in loops for pid in each)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_run_has_a_limit_and_leaves_nothing(root, loops, capsys, monkeypatch):
     """A program in pytest's place: it begins at once."""
     monkeypatch.setattr(repeat, "PYTEST", [sys.executable, "-c", HANGS])

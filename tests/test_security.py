@@ -78,9 +78,11 @@ def is_loopback(address: str) -> bool:
 @pytest.mark.parametrize(
     "how",
     [
-        pytest.param("fit", marks=pytest.mark.xdist_group("ray")),
-        pytest.param(
-            "fit on nodes", marks=[pytest.mark.weekly, pytest.mark.xdist_group("ray")]
+        *(
+            pytest.param(
+                how, marks=[pytest.mark.weekly, pytest.mark.xdist_group("ray")]
+            )
+            for how in ("fit", "fit on nodes")
         ),
         "run_ranks",
         "torchrun",

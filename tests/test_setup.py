@@ -320,8 +320,7 @@ def with_electives(clone):
 @pytest.mark.covers("make electives", "make test-electives")
 def test_electives_are_installed_beside_the_others_and_once(with_electives):
     install = f"python -m pip install -r {ELECTIVES}/requirements.txt"
-    either = "(elective or with_and_without_electives)"
-    tests = f"--nbval -n 2 -m {either} and not weekly --note-run=test-electives"
+    tests = "--nbval -n 2 -m elective and not weekly --note-run=test-electives"
     status, output, calls = with_electives.make("electives")
     assert status == 0, output
     assert calls.index(INSTALL) < calls.index(install)

@@ -111,10 +111,8 @@ def assert_equal(ours: dict, theirs: dict) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", [DDP, FSDP2])  # all of them: the weekly test below
-def test_a_run_that_is_stopped_in_its_middle_goes_on_and_ends_the_same(
-    script, tmp_path
-):
+def test_a_run_that_is_stopped_in_its_middle_goes_on_and_ends_the_same(tmp_path):
+    script = DDP  # all of them: the weekly test below
     undisturbed = Job(script, tmp_path / "undisturbed")
     assert undisturbed.end() == 0, "".join(undisturbed.lines)
 
@@ -214,7 +212,7 @@ def test_a_run_killed_at_twenty_moments_of_its_saves_always_goes_on(
     assert len(left) == 2, left  # the newest two, and nothing of a killed save
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.xdist_group("ray")
 def test_a_streamed_run_that_is_stopped_goes_on_after_its_last_epoch(tmp_path):
     first = Job(STREAM, tmp_path, arguments=[*STREAMED, "--num-epochs", "200"])
@@ -274,7 +272,7 @@ def test_a_checkpoint_of_another_run_survives_a_restart_by_torchrun(tmp_path):
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-@pytest.mark.slow
+@pytest.mark.weekly  # 01/03 lets a node join in every change
 def test_one_node_grows_to_two_without_a_restart_to_spare(tmp_path):
     """torchrun stops the ranks there are, and starts them with those of the new node."""
     at = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]

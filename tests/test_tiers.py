@@ -100,7 +100,7 @@ SECOND = {f"02_second.ipynb::Cell {number}" for number in range(4)}
 TESTS = {f"test_tiny.py::test_{name}" for name in ("right", "wrong", "of_part_02")}
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.covers("pytest --nbval 01-ddp-pytorch-only", "pytest --lf")
 def test_marks_choose_and_a_failed_cell_brings_its_notebook(project):
     two_lessons(project)
@@ -154,7 +154,7 @@ def test_some(number):
 RAY = 'pytest.mark.xdist_group("ray")'
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_what_starts_ray_is_in_one_lane_and_each_file_in_one(project):
     """And no name of a test tells of its lane: `--lf` would not find it."""
     marks = {"a": RAY, "b": "", "c": RAY, "d": "", "e": "", "f": RAY}
@@ -178,7 +178,7 @@ def test_what_starts_ray_is_in_one_lane_and_each_file_in_one(project):
     assert sum(".ipynb" in name for name in found) == 4  # all cells of that notebook
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.xdist_group("ray")
 def test_what_starts_ray_without_its_mark_fails(project):
     ours = "from utils.cluster import start_ray; start_ray(1)"
@@ -200,7 +200,7 @@ def test_what_starts_ray_without_its_mark_fails(project):
     shutil.rmtree(logs)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_what_hangs_is_stopped_and_the_others_go_on(project):
     project.notebook("02-part/a.ipynb", "import time; time.sleep(10_000)", "b = 1")
     stubborn = (
@@ -266,7 +266,7 @@ def test_below_a_cell_that_failed_none_is_run(project, source):
     assert "1 failed, 4 passed, 2 xfailed" in output
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_what_hangs_where_no_signal_reaches_ends_the_run(project):
     (project.folder / "test_tiny.py").write_text(
         "import signal, time\n"

@@ -38,8 +38,7 @@ def pytest_collection_modifyitems(items):
             item.add_marker(f"part{part[1]}")
         if isinstance(item, IPyNbCell) and item.path in ELECTIVES:
             packages = notebooks.needed(item.path)
-            # what needs none runs before they are installed, and again afterwards
-            item.add_marker("elective" if packages else "with_and_without_electives")
+            item.add_marker("elective")
             item.add_marker("slow")
             if missing(*packages):
                 item.add_marker(
