@@ -151,9 +151,6 @@ QUICK = {
     "language model": ["GroupNorm or tied weights", "made late", "fake shards", "zeroed"],
 }  # fmt: skip
 
-# The rest of both families: one in every change.
-REST = {"classifier": [pytest.mark.slow], "language model": [pytest.mark.weekly]}
-
 
 def expected(family: str) -> dict[str, tuple[Program, set[str]]]:
     """By name, each program of a family and what is to be found."""
@@ -176,7 +173,9 @@ def reports(family: str, quick: bool, sizes=(2,)) -> dict[str, parity.Report]:
 @pytest.mark.parametrize(
     ("family", "name"),
     [
-        pytest.param(family, name, marks=[] if name in QUICK[family] else REST[family])
+        pytest.param(
+            family, name, marks=[] if name in QUICK[family] else [pytest.mark.weekly]
+        )
         for family in BOTH
         for name in expected(family)
     ],
@@ -440,7 +439,7 @@ def run_in(folder: Path, command: list[str], **env: str) -> str:
     return run.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.runs("python -m utils.parity docs/my_training.py")
 def test_the_command_of_the_readme():
     command = typed("python -m utils.parity docs/my_training.py")
@@ -449,7 +448,7 @@ def test_the_command_of_the_readme():
     assert "3 workers train like one process" in out
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_copy_of_the_file_runs_without_this_repository(tmp_path):
     shutil.copy(parity.__file__, tmp_path / "copied.py")
     out = run_in(tmp_path, [sys.executable, "-P", "copied.py", "my_training.py"])
