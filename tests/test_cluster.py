@@ -381,6 +381,7 @@ print(next(free, "both tried"), names.count("gcs_server"), len(list_nodes()))
     assert done.stdout.splitlines()[-1:] == ["both tried 1 2"], done.stderr
 
 
+@pytest.mark.slow
 def test_logs_can_be_read_where_another_ray_has_the_port_of_the_agent():
     """Ray goes on without its agent's server then, and says so in a log alone."""
     program = """

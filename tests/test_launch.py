@@ -155,6 +155,7 @@ def test_dying_rank_is_named_and_ends_the_others(die, code, tmp_path):
     assert not (tmp_path / "slept").exists()
 
 
+@pytest.mark.slow
 def test_hanging_ranks_are_named_and_ended(tmp_path):
     def function():
         (tmp_path / os.environ["RANK"]).write_text(str(os.getpid()))

@@ -86,6 +86,7 @@ print(subprocess.run([sys.executable, "-c", take]).returncode)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("ray")
 def test_a_seat_trains_in_a_ray_of_its_own_and_leaves_nothing(tmp_path):
     with one_machine.hub(tmp_path, "ann") as hub:

@@ -44,6 +44,7 @@ def prepared_by_ray(model: nn.Module) -> nn.Module:
     return prepare_model(model)
 
 
+@pytest.mark.slow
 def test_ray_train_ddp_equals_one_process(own_ray):
     """With two workers: `prepare_model` wraps nothing where one is alone, else in DDP."""
     # The workers cannot import this folder: send its functions along.

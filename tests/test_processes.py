@@ -78,6 +78,7 @@ def test_ray_may_write_objects_to_a_disk_that_is_large_and_nearly_full():
     assert float(os.environ[processes.DISK_SHARE]) == pytest.approx(share, abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("ray")
 def test_ray_obeys_these_variables():
     """With hardly any share of the disk, what does not fit the object store is refused.

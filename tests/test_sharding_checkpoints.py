@@ -298,6 +298,7 @@ def test_a_checkpoint_of_another_world_size_says_how_to_convert(tmp_path):
     zero.check_world_size(tmp_path, 3)
 
 
+@pytest.mark.slow
 def test_a_finished_run_starts_again_and_ends_well(tmp_path):
     """It evaluates, says so, and leaves its checkpoints alone; asked for less, too."""
 

@@ -143,6 +143,7 @@ def test_no_rank_ever_holds_the_whole_model(build):
         assert peak < whole / 2 + 3 * LARGEST < 0.75 * whole
 
 
+@pytest.mark.slow
 def test_offloaded_shards_are_built_on_meta_and_train_the_same(tmp_path):
     """Without a GPU nothing moves and no memory is pinned; all else is tried: building,
     steps with clipping, a checkpoint, resuming from it, and the export."""
@@ -226,6 +227,7 @@ def test_the_process_group_knows_its_gpu(path, monkeypatch):
     assert given == [{"device_id": gpu}]
 
 
+@pytest.mark.slow
 def test_what_is_saved_in_the_background_is_the_state_of_its_step(tmp_path):
     """The first checkpoint is not written before training has gone on by a step."""
 
