@@ -6,6 +6,7 @@ Besides, the fixture that several files of tests use.
 import importlib
 import os
 import shutil
+import signal
 import subprocess
 import sysconfig
 import tempfile
@@ -28,6 +29,9 @@ os.environ["PATH"] = sysconfig.get_path("scripts") + os.pathsep + os.environ["PA
 # A `make` that a test types says what it says to a person, also under `make test`.
 for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS"):
     os.environ.pop(name, None)
+# What a shell starts in the background ignores Ctrl-C, and so would all that tests start.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # A warning of our own code is an error here (pyproject.toml), and in processes started
 # by tests. PYTHONWARNINGS takes names of modules, not patterns.
 ROOT = Path(__file__).parent

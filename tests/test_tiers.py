@@ -7,6 +7,7 @@ import ast
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import warnings
@@ -290,6 +291,22 @@ def test_a_cell_is_stopped_before_its_test_and_a_test_before_the_run(pytestconfi
 
 def is_alive(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"
+
+
+def test_a_run_in_the_background_lets_ctrl_c_through():
+    """A shell makes what it starts there ignore SIGINT, and a child inherits that."""
+    ignoring = "import signal, subprocess, sys; signal.signal(signal.SIGINT, "
+    ignoring += "signal.SIG_IGN); import conftest; child = 'import signal; "
+    ignoring += "signal.raise_signal(signal.SIGINT)'; "
+    ignoring += "print(subprocess.run([sys.executable, '-c', child]).returncode)"
+    done = subprocess.run(
+        [sys.executable, "-c", ignoring],
+        cwd=notebooks.ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert done.stdout == f"{-signal.SIGINT}\n", done.stderr
 
 
 def test_first_notebooks_and_solutions_are_quick():
