@@ -45,6 +45,7 @@ def executed(monkeypatch, **environment):
     return client.nb.cells, shown
 
 
+@pytest.mark.slow
 def test_a_long_cell_shows_its_seconds_until_it_ends(monkeypatch):
     cells, shown = executed(monkeypatch)
     assert len(shown) > 2 and all(
@@ -62,6 +63,7 @@ def test_it_is_shown_after_five_seconds():
     assert clock.AFTER == 5
 
 
+@pytest.mark.slow
 def test_where_outputs_are_compared_nothing_is_shown(monkeypatch):
     cells, shown = executed(monkeypatch, WORKSHOP_PROGRESS="off")
     assert shown == [] and [o.output_type for o in cells[1].outputs] == ["stream"]

@@ -52,6 +52,7 @@ def waits_in_vain_then():
     time.sleep(1_000)
 
 
+@pytest.mark.slow
 def test_ranks_that_wait_a_while_do_not_hang_yet():
     """As before they try again to reach a store, which did not listen yet."""
     later = "goes_on_later > waits_in_vain_then"
@@ -68,6 +69,7 @@ def test_the_newest_of_two_answers_counts():
     assert stacks.calls(old + new) == "outer > new"
 
 
+@pytest.mark.slow
 def test_the_job_of_the_exercise_hangs_as_it_says():
     waits = "a_job_that_hangs > train > train_step > all_reduce"
     saves = "a_job_that_hangs > train > save_checkpoint > barrier"
