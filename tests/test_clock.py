@@ -2,6 +2,7 @@
 
 import nbclient
 import nbformat
+import pytest
 
 from tests.patience import PATIENCE
 from tests.tools.notebooks import ROOT
