@@ -295,12 +295,15 @@ def is_alive(pid: int) -> bool:
 
 def test_a_run_in_the_background_lets_ctrl_c_through():
     """A shell makes what it starts there ignore SIGINT, and a child inherits that."""
-    ignoring = "import signal, subprocess, sys; signal.signal(signal.SIGINT, "
-    ignoring += "signal.SIG_IGN); import conftest; child = 'import signal; "
-    ignoring += "signal.raise_signal(signal.SIGINT)'; "
-    ignoring += "print(subprocess.run([sys.executable, '-c', child]).returncode)"
+    program = """
+import signal, subprocess, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+import conftest
+child = "import signal; signal.raise_signal(signal.SIGINT)"
+print(subprocess.run([sys.executable, "-c", child]).returncode)
+"""
     done = subprocess.run(
-        [sys.executable, "-c", ignoring],
+        [sys.executable, "-c", program],
         cwd=notebooks.ROOT,
         capture_output=True,
         text=True,
