@@ -4,6 +4,7 @@ import contextlib
 import errno
 import http.client
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torchvision import datasets as tv
 
 from tests import scripts
@@ -348,3 +349,15 @@ def test_the_shares_of_all_ranks_are_the_batch_and_every_epoch_has_its_order():
     assert [set(batch) for batch in batches] == [set(numbers(s)) for s in range(8)]
     assert batches[:4] != batches[4:]
     assert numbers(0, seed=1) not in [numbers(step) for step in range(8)]
+
+
+def test_the_processes_of_a_loader_get_a_dataset_that_they_cannot_import():
+    class Counts(IterableDataset):  # of this function, as one of a notebook
+        def __iter__(self):
+            yield from range(3)
+
+    afresh = {"num_workers": 1, "multiprocessing_context": "forkserver"}
+    loader = DataLoader(datasets.ByValue(Counts()), batch_size=None, **afresh)
+    assert list(loader) == list(loader) == [0, 1, 2]
+    with pytest.raises((AttributeError, pickle.PicklingError), match="Counts"):
+        list(DataLoader(Counts(), batch_size=None, **afresh))

@@ -127,12 +127,16 @@ def bars(
     title: str,
     xlabel: str,
     reference: tuple[str, float] | None = None,
+    one_color: bool = False,
 ) -> None:
-    """Horizontal bars with their values; `reference` is a labelled vertical line."""
+    """Horizontal bars with their values; `reference` is a labelled vertical line.
+
+    one_color: for all bars, also for names that have a colour of their own elsewhere.
+    """
     with plt.rc_context(_STYLE):
         height = 1.1 + 0.36 * len(values)
         _, ax = plt.subplots(figsize=(7, height), layout="constrained")
-        colors = [color_of(name) for name in values]
+        colors = [COLORS[0] if one_color else color_of(name) for name in values]
         drawn = ax.barh(list(values), list(values.values()), color=colors, height=0.6)
         ax.bar_label(drawn, [f"{value:.3g}" for value in values.values()], padding=3)
         ax.margins(x=0.12)

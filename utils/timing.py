@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import nnls
 
-from utils.comms import TRIPS
+from utils.comms import RING, TRIPS, Comms
 from utils.errors import BadInput
 
 # bf16 without sparsity, from NVIDIA's data sheets; the first name that fits counts
@@ -214,6 +214,30 @@ def h100_ring(gpus: int, nodes: int | None = None, protocol: str = "Simple") -> 
     fixed, in_node, across = NCCL_SECONDS[protocol]
     hops = (gpus - nodes) * in_node + (nodes - 1) * across
     return Ring(bandwidth, fixed + hops)
+
+
+def on_h100_rings(counted: Comms, ranks_per_node: int = 8) -> dict[str, float]:
+    """Seconds that the collectives of each kind take, one after another, on `h100_ring`.
+
+    An all-reduce goes around its ring twice, so it pays for two messages. Node 0 has ranks
+    0 to `ranks_per_node` - 1, and so on.
+
+    Args:
+        counted: of one rank; its process groups say which ring each collective takes.
+        ranks_per_node: GPUs of a node, all of them in the job.
+
+    Returns:
+        By the collective's name, a key of `RING`.
+    """
+    seconds: dict[str, float] = {}
+    for ranks, group in counted.groups.items():
+        ring = h100_ring(len(ranks), len({rank // ranks_per_node for rank in ranks}))
+        for name, payload in group.payload.items():
+            sent = RING[name](len(ranks)) * payload
+            messages = group.calls[name] * (2 if name == "allreduce" else 1)
+            took = sent / ring.bandwidth + messages * ring.latency
+            seconds[name] = seconds.get(name, 0) + took
+    return seconds
 
 
 def h100_cluster(
