@@ -121,6 +121,11 @@ def test_what_is_tried_and_solved_is_noted(record, capsys):
     assert checks.progress.read() == {"01.1": True}
 
 
+def test_solved_exercises_are_noted_in_build():
+    """A folder that git ignores, so they are never committed."""
+    assert checks.progress.RECORD == notebooks.ROOT / "build" / "progress.jsonl"
+
+
 @pytest.mark.parametrize("name", ["solutions.ipynb", "02_lesson.ipynb"])
 def test_what_the_solutions_solve_is_not_noted(record, name, monkeypatch, capsys):
     """JupyterLab and VS Code each say in their own way which notebook runs."""

@@ -5,6 +5,7 @@ import io
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -28,6 +29,32 @@ SIZE_GB = 2e-4  # five shards of SMALL
 
 def contents(folder):
     return {path.name: path.read_bytes() for path in folder.glob("*.parquet")}
+
+
+def test_images_are_those_of_a_path_or_digits_with_some_to_test_with(monkeypatch):
+    written = []
+
+    def write(folder, *arguments, **options):
+        written.append((folder.name, arguments, options))
+        return [folder / "00000.parquet", folder / "00001.parquet"]
+
+    monkeypatch.setattr(shards, "write_shards", write)
+    assert shards.path_or_digits("s3://bucket/images", 1) == (
+        "s3://bucket/images",
+        None,
+    )
+    assert not written
+    to_train, to_test = map(Path, shards.path_or_digits(None, 1.5))
+    assert (to_train.name, to_test.name) == ("train-1.5GB", "test")
+    assert written == [
+        ("train-1.5GB", (1.5, 224, 128), {}),
+        ("test", (0.002, 64), {"split": "test"}),
+    ]
+
+
+def test_folders_above_are_made(tmp_path):
+    (path,) = write_shards(tmp_path / "a" / "b", 1e-6, **SMALL)
+    assert path.parent == tmp_path / "a" / "b"
 
 
 def test_the_size_is_reached_and_not_much_exceeded(tmp_path):

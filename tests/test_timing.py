@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from utils import timing
+from utils.comms import Comms
 from utils.errors import BadInput
 from utils.timing import Machine, Work
 
@@ -120,3 +121,40 @@ def test_what_was_not_checked_is_refused(case):
     timing.check_range(7e9, 8, 49152)
     with pytest.raises(BadInput, match="measure a step instead"):
         timing.check_range(*case)
+
+
+def test_each_collective_takes_the_ring_of_its_group():
+    near, far = tuple(range(8)), tuple(range(0, 64, 8))
+    gathers = Comms({"allgather": 3}, {"allgather": 9e9})
+    sums = Comms({"allreduce": 2}, {"allreduce": 9e9})
+    found = timing.on_h100_rings(Comms(groups={near: gathers, far: sums}))
+    in_node, across = timing.h100_ring(8), timing.h100_ring(8, nodes=8)
+    gathering = 7 * 9e9 / in_node.bandwidth + 3 * in_node.latency  # of a shard
+    adding = 2 * 7 / 8 * 9e9 / across.bandwidth + 2 * 2 * across.latency
+    assert found == pytest.approx({"allgather": gathering, "allreduce": adding})
+
+
+def test_a_collective_that_two_groups_share_is_added_up():
+    near, far = (0, 1), (0, 8)
+    one = Comms({"allreduce": 1}, {"allreduce": 1e9})
+    both = timing.on_h100_rings(Comms(groups={near: one, far: one}))["allreduce"]
+    each = [
+        timing.on_h100_rings(Comms(groups={g: one}))["allreduce"] for g in (near, far)
+    ]
+    assert both == pytest.approx(sum(each))
+
+
+def test_a_bucket_of_ddp_closes_at_25_mib():
+    matrix = 25 * 2**20  # bytes of each of the two large matrices of a layer
+    parameters = 3 * matrix / 4  # the layer has three such, with qkv and out together
+    assert timing.ddp_buckets(1, parameters) == 3  # each is full with its matrix
+    assert timing.ddp_buckets(1, 0.98 * parameters) == 2  # one needs two matrices
+    assert timing.messages_per_trip("ddp", 1, parameters) == 3
+    assert timing.messages("ddp", 1, parameters) == 2 * 3
+    assert timing.messages_per_trip("fsdp2", 3) == 3 + 1
+
+
+def test_a_cluster_computes_at_40_percent_and_sends_on_its_ring():
+    small = timing.h100_cluster(64, protocol="LL128")
+    assert small.flops == pytest.approx(0.4 * 989e12)
+    assert (small.bandwidth, small.latency) == timing.h100_ring(64, protocol="LL128")

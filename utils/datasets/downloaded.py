@@ -54,12 +54,11 @@ def _from_torchvision(dataset_class: type, split: str) -> Dataset:
     with contextlib.suppress(Exception):
         return open_dataset(download=False)
     try:
-        root.mkdir(parents=True, exist_ok=True)
         # Whoever comes first downloads, on every node that has a folder of its own. The
         # others wait, and find it there. The kernel's lock (flock) ends with its process,
         # and on NFS holds between machines, too (flock(2)); on a file system without it,
         # filelock takes a file whose existence is the lock.
-        with FileLock(root / f".{folder.name}.lock"):
+        with FileLock(root / f".{folder.name}.lock"):  # makes `root`, too
             return open_dataset(download=True)
     except Exception as error:  # a damaged file may raise anything
         raise BadInput(_what_to_mend(error, folder)) from error
