@@ -359,5 +359,6 @@ def test_the_processes_of_a_loader_get_a_dataset_that_they_cannot_import():
     afresh = {"num_workers": 1, "multiprocessing_context": "forkserver"}
     loader = DataLoader(datasets.ByValue(Counts()), batch_size=None, **afresh)
     assert list(loader) == list(loader) == [0, 1, 2]
-    with pytest.raises((AttributeError, pickle.PicklingError), match="Counts"):
+    failing = pytest.raises((AttributeError, pickle.PicklingError), match="Counts")
+    with pytest.warns(UserWarning, match="pickle error"), failing:
         list(DataLoader(Counts(), batch_size=None, **afresh))
