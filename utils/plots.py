@@ -72,10 +72,11 @@ def curves(
     log: bool = False,
     x: Sequence[float] | None = None,
     reference: tuple[str, float] | None = None,
+    from_zero: bool = False,
 ) -> None:
     """Lines over `x`, or over their index; later ones thinner, so that all are seen.
 
-    `reference` is a labelled vertical line.
+    reference: a labelled vertical line. from_zero: the vertical axis begins there.
     """
     with plt.rc_context(_STYLE):
         _, ax = plt.subplots(figsize=(7, 3.2), layout="constrained")
@@ -89,6 +90,8 @@ def curves(
         ax.set(title=title, xlabel=xlabel, ylabel=ylabel)
         if log:
             ax.set_yscale("log")
+        if from_zero:
+            ax.set_ylim(bottom=0)
         if len(series) > 1:
             _name_at_the_end(ax)
         if reference:
