@@ -150,6 +150,7 @@ def test_a_bucket_of_ddp_closes_at_25_mib():
     assert timing.ddp_buckets(1, parameters) == 3  # each is full with its matrix
     assert timing.ddp_buckets(1, 0.98 * parameters) == 2  # one needs two matrices
     assert timing.messages_per_trip("ddp", 1, parameters) == 3
+    assert timing.messages_per_trip("ddp", 1, 0.98 * parameters) == 2
     assert timing.messages("ddp", 1, parameters) == 2 * 3
     assert timing.messages_per_trip("fsdp2", 3) == 3 + 1
 
