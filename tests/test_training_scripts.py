@@ -378,6 +378,16 @@ def fixed(label: int) -> tuple[nn.Module, torch.optim.Optimizer, float]:
     return model, torch.optim.SGD(model.parameters(), lr=0.0), loss
 
 
+def test_an_epoch_ends_after_the_step_at_which_ranks_agree_to_stop(monkeypatch):
+    monkeypatch.setattr(dist, "all_reduce", lambda of_the_only_rank: None)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    script, (model, optimizer, _) = scripts.load(scripts.TRAIN_RAY_DDP), fixed(0)
+    batches = [(torch.zeros(2, 1), torch.tensor([0, 0]))] * 3
+    answers = iter([False, True, True])
+    stop = Namespace(agreed=lambda: next(answers))
+    assert script.train_epoch(model, optimizer, batches, stop)[1] == 2
+
+
 @by_name([*IMAGE_SCRIPTS, STREAM])
 def test_the_loss_of_an_epoch_is_the_mean_over_ranks_and_steps(path):
     """The model gets all zeros right; rank 1 sees ones in its second step."""

@@ -65,8 +65,11 @@ _IMAGES = [
         "ddp_trains_on_every_image_once_and_from_the_same_weights",
         "only_rank_0_writes_the_checkpoint",
         "a_checkpoint_is_loaded_to_the_cpu",
+        "an_epoch_ends_after_the_step_at_which_ranks_agree_to_stop",
     )
 ]
+# what one script's tests show is true of the other where their functions are the same
+_IMAGES += ["tests/test_scripts_agree.py::test_functions_of_several_scripts_are_equal"]
 _TEXT = [
     f"{_SCRIPTS}::test_{name}"
     for name in (
