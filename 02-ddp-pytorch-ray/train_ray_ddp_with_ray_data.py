@@ -47,7 +47,7 @@ from utils.parquet import COLUMNS, CORRUPT, decode
 
 
 def read_images(system, files, on_corrupt):
-    """A Ray Dataset of decoded images from Parquet files; none is read yet."""
+    """Return a Ray Dataset of decoded images of Parquet files; none is read yet."""
     # what `decode` raises shall arrive as it is, with the name of the file
     ray.data.DataContext.get_current().raise_original_map_exception = True
     dataset = ray.data.read_parquet(

@@ -193,7 +193,7 @@ def is_whole(checkpoint):
 
 
 def checkpoint_to_load(folder):
-    """The last checkpoint, if there is one: what rank 0 finds counts for all."""
+    """Return the last checkpoint, if any: what rank 0 finds counts for all."""
     found = [folder and last_checkpoint(folder)]
     dist.broadcast_object_list(found)  # NEW
     return found[0]

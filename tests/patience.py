@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import psutil
+
 # Seconds. It costs nothing where the event comes; a slow and busy host needs some of them.
 PATIENCE = 900
 
@@ -26,3 +28,11 @@ def wait_until(
         assert time.monotonic() < deadline, f"not so after {PATIENCE} s: {said()}"
         time.sleep(0.1)
     return found
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether a process runs: it is there, and no zombie."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -62,6 +62,12 @@ def typed(command: str) -> list[str]:
     return shlex.split(command)
 
 
+def targets() -> list[str]:
+    """Return what `make` can be asked for, in the order of its help."""
+    makefile = (ROOT / "Makefile").read_text()
+    return re.search(r"^\.PHONY: (.+)$", makefile, re.MULTILINE)[1].split()
+
+
 @cache
 def marked(mark: str) -> list[tuple[str, str, ast.AST]]:
     """Return (command, test, its code) for all that tests are marked with."""
@@ -95,15 +101,17 @@ def covered() -> dict[str, list[str]]:
 
 
 def script_lines() -> list[tuple[Path, list[str]]]:
-    """Return the lines that start a script, each with its folder.
+    """Return lines that start a script, with their folder; those of one run together.
 
     Those that a test only covers are left out: they need machines or data of the reader.
     """
-    found, elsewhere = [], covered()
+    found: dict[tuple[Path, str], list[str]] = {}
+    elsewhere = covered()
     for command, folder in COMMANDS:
         if SCRIPT.search(command) and command not in elsewhere:
-            found.append((folder, [command]))
-    return found
+            run = re.search(r"--checkpoint-dir (\S+)", command)
+            found.setdefault((folder, run[1] if run else command), []).append(command)
+    return [(folder, lines) for (folder, _), lines in found.items()]
 
 
 def only_covered() -> dict[str, list[str]]:

@@ -11,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from utils.cluster import twice
+
 import psutil
 import pytest
 
@@ -64,21 +66,25 @@ def head(home: Path, mode: str):
     (home / ".ray" / "auth_token").write_text("1" * 64)
     user = scripts.environment() | {"HOME": str(home), "RAY_USAGE_STATS_ENABLED": "0"}
     ours = {"WORKSHOP_MODE": "smoke", "WORKSHOP_STORAGE": str(home / "storage")}
-    port, dashboard = free_port(), free_port()
-    command = [*RAY, "start", "--head", "--block", "--num-cpus=4", f"--port={port}"]
-    command += [f"--dashboard-port={dashboard}", "--dashboard-host=127.0.0.1"]
-    command += ["--node-ip-address=127.0.0.1", f"--temp-dir=/tmp/ray-{port}"]
-    with (home / "log").open("w") as log:
-        started = subprocess.Popen(
-            command,
-            env=user | ours | {"RAY_AUTH_MODE": mode},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-    try:
+    ours["RAY_AUTH_MODE"] = mode
+
+    def start(dashboard: int) -> tuple[subprocess.Popen, Head]:
+        port, dashboard = free_port(), free_port(dashboard)
+        command = [*RAY, "start", "--head", "--block", "--num-cpus=4", f"--port={port}"]
+        command += [f"--dashboard-port={dashboard}", "--dashboard-host=127.0.0.1"]
+        command += ["--node-ip-address=127.0.0.1", f"--temp-dir=/tmp/ray-{port}"]
+        with (home / "log").open("w") as log:
+            started = subprocess.Popen(
+                command, env=user | ours, stdout=log, stderr=subprocess.STDOUT
+            )
         said = (home / "log").read_text
         wait_until(lambda: "Ray runtime started" in said(), started, said)
-        yield Head(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}", user)
+        there = Head(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}", user)
+        return started, there
+
+    started, there = twice(start)
+    try:
+        yield there
     finally:
         family = [started, *psutil.Process(started.pid).children(recursive=True)]
         for process in family:
@@ -89,15 +95,12 @@ def head(home: Path, mode: str):
 
 @pytest.fixture(scope="module")
 def heads(tmp_path_factory):
-    """One that asks for a token, and one that does not; they start side by side."""
-    with contextlib.ExitStack() as stack, ThreadPoolExecutor() as threads:
-        asked = [
-            threads.submit(
-                stack.enter_context, head(tmp_path_factory.mktemp(mode) / "home", mode)
-            )
+    """One that asks for a token, and one that does not."""
+    with contextlib.ExitStack() as stack:
+        yield [
+            stack.enter_context(head(tmp_path_factory.mktemp(mode) / "home", mode))
             for mode in ("token", "disabled")
         ]
-        yield [each.result() for each in asked]
 
 
 @pytest.fixture(scope="module")

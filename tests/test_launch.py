@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import psutil
 import pytest
@@ -32,6 +33,26 @@ def test_results_come_back_by_rank(tmp_path):
     results = run_ranks(last_first, 3, 5)
     assert [number for number, _ in results] == [5, 15, 25]
     assert [tensor.tolist() for _, tensor in results] == [[0, 0], [1, 1], [2, 2]]
+
+
+class SlowToLoad:
+    """On rank 1; it says when it is there."""
+
+    def __init__(self, there: Path):
+        self.there = there
+
+    def __setstate__(self, state):
+        self.__dict__ |= state
+        if os.environ["RANK"] == "1":
+            time.sleep(0.5)
+            self.there.touch()
+
+
+def test_ranks_begin_when_all_have_loaded(tmp_path):
+    def begin(slow: SlowToLoad) -> bool:
+        return slow.there.exists()
+
+    assert run_ranks(begin, 2, SlowToLoad(tmp_path / "there")) == [True, True]
 
 
 def test_ranks_see_what_torchrun_sets(monkeypatch):

@@ -10,13 +10,12 @@ from functools import cache
 from pathlib import Path
 
 import nbformat
-import psutil
 import pytest
 from IPython.core.inputtransformer2 import TransformerManager
 from nbconvert.filters.markdown import markdown2html
 
 from tests import scripts
-from tests.patience import PATIENCE
+from tests.patience import PATIENCE, is_alive, wait_until
 from tests.tools import notebooks
 from tests.tools.notebooks import glossary, outline, pictures
 from tests.tools.notebooks.execution import execute
@@ -146,11 +145,10 @@ def test_links_to_the_glossary_are_fresh(path):
     """`python -m tests.tools.notebooks link` sets them; glossary.toml says which."""
     notebook = nbformat.read(path, as_version=4)
     before = [cell.source for cell in notebook.cells]
-    assert 2 <= len(glossary.terms(path)) <= 8
     glossary.with_links(path, notebook)
     assert [cell.source for cell in notebook.cells] == before
     linked = [text for cell in before for text in glossary.LINK.findall(cell)]
-    assert len(linked) == len(glossary.terms(path))
+    assert linked and len(linked) == len(glossary.terms(path))
 
 
 def test_the_first_use_of_a_term_is_linked_and_no_other(monkeypatch):
@@ -447,6 +445,4 @@ def test_what_a_notebook_leaves_behind_is_ended(tmp_path, monkeypatch):
     nbformat.write(nbformat.v4.new_notebook(cells=[cell]), tmp_path / "left.ipynb")
     executed = execute(tmp_path / "left.ipynb", {})
     pid = int(executed.cells[0].outputs[0].data["text/plain"])
-    if psutil.pid_exists(pid):
-        psutil.wait_procs([psutil.Process(pid)], timeout=PATIENCE)
-    assert not psutil.pid_exists(pid)
+    wait_until(lambda: not is_alive(pid))

@@ -9,8 +9,7 @@ import sys
 import psutil
 import pytest
 
-from tests.patience import PATIENCE, wait_until
-from tests.test_tiers import is_alive
+from tests.patience import PATIENCE, is_alive, wait_until
 from tests.tools import notebooks, repeat
 
 
@@ -90,9 +89,7 @@ def test_a_run_has_a_limit_and_leaves_nothing(root, loops, capsys, monkeypatch):
     assert columns(printed) == {"test_hangs.py": ["1", "0"]}
     assert "- it took more than 9 s" in printed
     left = int((root / "pid").read_text())
-    wait_until(
-        lambda: not psutil.pid_exists(left) or psutil.Process(left).status() == "zombie"
-    )
+    wait_until(lambda: not is_alive(left))
     assert [len(each) for each in loops] == [1]
     assert not psutil.pid_exists(loops[0][0])
 

@@ -22,9 +22,11 @@ def test_all_scripts_are_started_by_a_line():
 
 
 @pytest.mark.weekly
+@pytest.mark.xdist_group("ray")
 @pytest.mark.parametrize(("folder", "lines"), LINES, ids=[ls[-1] for _, ls in LINES])
-def test_a_line_runs_as_it_is_typed(folder, lines, tmp_path):
-    """In a copy of its folder, in which `../build` is empty; on a GPU machine on CPUs."""
+def test_lines_run_as_they_are_typed(folder, lines, tmp_path):
+    """In a copy of their folder, whose `../build` is empty at first; on a GPU machine on
+    CPUs. A second line with the same checkpoints goes on with the run of the first."""
     copy = tmp_path / folder.name
     shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("*.ipynb"))
     for line in lines:
@@ -39,5 +41,6 @@ def test_a_line_runs_as_it_is_typed(folder, lines, tmp_path):
             timeout=1500,
         )
         assert done.returncode == 0, done.stdout
+        assert ("goes on after" in done.stdout) == (line != lines[0]), done.stdout
         losses = re.findall(r"\bloss (\d+\.\d+)", done.stdout)
         assert losses and float(losses[-1]) < GUESS[folder.name] / 2, done.stdout

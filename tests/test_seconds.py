@@ -1,5 +1,6 @@
 """What runs of tests cost is noted, and no longer told once the code has changed."""
 
+import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -46,9 +47,9 @@ class Reporter:
     write_line = section
 
 
-def summary(monkeypatch, status, **outcomes) -> list[str]:
+def summary(monkeypatch, status, warm_fit=lambda: 8.0, **outcomes) -> list[str]:
     """What a run of `make test` prints in a process that is 400 s old."""
-    monkeypatch.setattr(seconds, "warm_fit", lambda: 8.0)
+    monkeypatch.setattr(seconds, "warm_fit", warm_fit)
     started = seconds.psutil.Process().create_time()
     monkeypatch.setattr(seconds.time, "time", lambda: started + 400)
     reporter = Reporter(**outcomes)
@@ -64,9 +65,18 @@ def test_a_run_says_its_seconds_and_warm_fits_and_notes_them(repository, monkeyp
         "    3.0  tests/test_a.py",
         "    1.5  tests/test_b.py",
         "    4.5  together",
-        "make test: 400 s = 50 warm fits with two workers (8.0 s each)",
+        "make test: 400 s = 50 warm fits of two workers (8.0 s each)",
     ]
     assert seconds.noted_runs() == {"test": {"seconds": 400.0, "fit": 8.0, "tests": 3}}
+
+
+def test_a_fit_that_could_not_be_measured_fails_no_run(repository, monkeypatch):
+    def no_fit() -> float:
+        raise subprocess.CalledProcessError(1, "python")
+
+    lines = summary(monkeypatch, 0, warm_fit=no_fit, passed=["tests/test_a.py::test_a"])
+    assert lines[-1].startswith("make test: 400 s; no warm fit was measured: Command")
+    assert seconds.noted_runs() == {}
 
 
 def test_a_run_in_which_something_failed_is_not_noted(repository, monkeypatch):

@@ -28,7 +28,7 @@ from utils.launch import run_ranks
 pytestmark = pytest.mark.part03
 
 FSDP2, DEEPSPEED = sharding.TRAIN_FSDP2, sharding.TRAIN_DEEPSPEED
-STEPS = 15
+STEPS = 40  # so that the kill, after the fifth, comes before the end
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
 TORCHRUN += ["--nproc_per_node=2", "--max-restarts=1"]
 

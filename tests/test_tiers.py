@@ -14,11 +14,10 @@ import warnings
 from pathlib import Path
 
 import nbformat
-import psutil
 import pytest
 
 from tests import skips, tiers
-from tests.patience import PATIENCE
+from tests.patience import PATIENCE, is_alive
 from tests.test_environment import sources
 from tests.tools import notebooks
 from utils.launch import run_ranks
@@ -287,10 +286,6 @@ def test_a_cell_is_stopped_before_its_test_and_a_test_before_the_run(pytestconfi
     run = float(pytestconfig.getini("faulthandler_timeout"))
     assert PATIENCE <= cell < test < run < 3600  # as long as one wait in a test
     assert pytestconfig.getini("faulthandler_exit_on_timeout")
-
-
-def is_alive(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"
 
 
 def test_a_run_in_the_background_lets_ctrl_c_through():

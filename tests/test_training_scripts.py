@@ -347,6 +347,7 @@ class Watched(nn.Module):
         self.weight, self.drop = nn.Parameter(torch.eye(10)), nn.Dropout(1.0)
 
     def forward(self, classes):
+        assert not torch.is_grad_enabled(), "activations are kept for no backward pass"
         return self.drop(F.one_hot(classes.long(), 10).float() @ self.weight)
 
 
@@ -357,6 +358,7 @@ def test_evaluation_sees_the_model_as_it_predicts_and_leaves_it_training(
     """With dropout, which a model has in training alone; of BatchNorm the same holds."""
     script, model, classes = scripts.load(path), Watched(), torch.arange(1, 8)
     monkeypatch.setattr(dist, "all_reduce", lambda of_the_only_rank: None)
+    noise = torch.get_rng_state()
     if path == STREAM:
         batches = [{"image": classes, "label": classes}]
         shard = Namespace(iter_torch_batches=lambda batch_size: batches)
@@ -369,6 +371,7 @@ def test_evaluation_sees_the_model_as_it_predicts_and_leaves_it_training(
     loss = F.cross_entropy(torch.eye(10)[classes], classes).item()
     assert found == pytest.approx(loss if path in TEXT_SCRIPTS else 1.0)
     assert model.training
+    assert torch.equal(torch.get_rng_state(), noise)  # training draws as without it
 
 
 def fixed(label: int) -> tuple[nn.Module, torch.optim.Optimizer, float]:
@@ -378,14 +381,25 @@ def fixed(label: int) -> tuple[nn.Module, torch.optim.Optimizer, float]:
     return model, torch.optim.SGD(model.parameters(), lr=0.0), loss
 
 
-def test_an_epoch_ends_after_the_step_at_which_ranks_agree_to_stop(monkeypatch):
+@by_name([*IMAGE_SCRIPTS, STREAM])
+def test_an_epoch_ends_after_the_step_at_which_ranks_agree_to_stop(path, monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", lambda of_the_only_rank: None)
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
-    script, (model, optimizer, _) = scripts.load(scripts.TRAIN_RAY_DDP), fixed(0)
+    script, (model, optimizer, _) = scripts.load(path), fixed(0)
     batches = [(torch.zeros(2, 1), torch.tensor([0, 0]))] * 3
     answers = iter([False, True, True])
     stop = Namespace(agreed=lambda: next(answers))
-    assert script.train_epoch(model, optimizer, batches, stop)[1] == 2
+    if path == STREAM:
+        monkeypatch.setattr(script, "get_device", lambda: torch.device("cpu"))
+        batches = [{"image": image, "label": label} for image, label in batches]
+        shard = Namespace(iter_torch_batches=lambda **_: batches)
+        config = {"batch_size": 2, "seed": 0, "bf16": False}
+        found = script.train_epoch(model, optimizer, shard, config, 0, stop)
+        assert (found["steps"], found["rows"]) == (2, 4)
+    else:
+        device = [torch.device("cpu")] * (path == scripts.TRAIN_DDP)
+        found = script.train_epoch(model, optimizer, batches, *device, stop)
+        assert found[1] == 2
 
 
 @by_name([*IMAGE_SCRIPTS, STREAM])
@@ -402,9 +416,11 @@ def test_the_loss_of_an_epoch_is_the_mean_over_ranks_and_steps(path):
         if path == STREAM:
             script.get_device = lambda: torch.device("cpu")
             batches = [{"image": i, "label": n} for i, n in zip(images, labels)]
-            shard = Namespace(iter_torch_batches=lambda **_: batches)
-            config = {"batch_size": 2, "seed": 0, "bf16": False}
-            return script.train_epoch(model, optimizer, shard, config, 0, GOES_ON)
+            asked = {}
+            shard = Namespace(iter_torch_batches=lambda **a: asked.update(a) or batches)
+            config = {"batch_size": 2, "seed": 5, "bf16": False}
+            found = script.train_epoch(model, optimizer, shard, config, 2, GOES_ON)
+            return found | {"asked": asked}
         device = [torch.device("cpu")] * (path == scripts.TRAIN_DDP)
         batches = list(zip(images, labels))
         return script.train_epoch(model, optimizer, batches, *device, GOES_ON)
@@ -416,6 +432,184 @@ def test_the_loss_of_an_epoch_is_the_mean_over_ranks_and_steps(path):
         if path == STREAM:  # counts of all ranks, steps of each
             counted = {name: found[name] for name in ("steps", "rows", "corrupt")}
             assert counted == {"steps": 2, "rows": 8, "corrupt": 0}
+            # ranks take equally many steps, in an order of the seed and the epoch
+            asked = found["asked"]
+            assert (asked["batch_size"], asked["drop_last"]) == (2, True)
+            assert asked["local_shuffle_seed"] == 5 + 2
+            assert asked["local_shuffle_buffer_size"] >= 4
+
+
+@by_name(TEXT_SCRIPTS)
+def test_steps_go_on_where_they_were_and_are_printed_and_saved(
+    path, monkeypatch, capsys
+):
+    """From step 18 to 42 of 60, where ranks agree to stop; saved at 20, at 23, where Ray
+    says that it will lose a node, at 40, and at the end. Each loss is its step's number,
+    and the clock ticks when somebody looks at it."""
+    script, taken, saved, kept = scripts.load(path), [], [], []
+    answers = {23: stopping.SAVE, 42: stopping.STOP}
+
+    def share_of_batch(dataset, step, global_batch, rank, world_size, seed):
+        assert (dataset, global_batch, rank, world_size, seed) == ("texts", 8, 0, 1, 7)
+        taken.append(step + 1)
+        return torch.zeros(8, 4), torch.zeros(8, 4)
+
+    def save_checkpoint(*args):
+        saved.append(args[2] if path == sharding.TRAIN_FSDP2 else args[1])
+
+    stop = Namespace(agreed=lambda: answers.get(taken[-1], stopping.NOTHING))
+    ticks = iter(range(100))
+    for name, fake in {
+        "time": Namespace(perf_counter=lambda: next(ticks)),
+        "save_checkpoint": save_checkpoint,
+        "train_step": lambda *_: torch.tensor(float(taken[-1])),
+        "runs": Namespace(keep_newest=lambda *_: kept.append(taken[-1])),
+    }.items():
+        monkeypatch.setattr(script, name, fake)
+    monkeypatch.setattr(script.datasets, "share_of_batch", share_of_batch)
+    monkeypatch.setattr(script.stopping, "Stop", lambda *_: stop)
+    monkeypatch.setattr(dist, "all_reduce", lambda of_the_only_rank: None)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    options = {"batch_size": 8, "steps": 60, "save_every": 20, "seed": 7, "clip": 1.0}
+    options |= {"checkpoint_dir": Path("run"), "keep": 2, "run": {}, "stop_file": None}
+    args = Namespace(**options, async_save=False)
+    trained = (None, None) if path == sharding.TRAIN_FSDP2 else ()
+    engine = Namespace(train_batch_size=lambda: 8)
+    losses = script.train_steps(*(trained or (engine,)), "texts", 17, args)
+    assert losses == taken == list(range(18, 43))
+    assert saved == [20, 23, 40, 42] and set(kept) == set(saved)
+    assert capsys.readouterr().out.splitlines() == [
+        "step 20/60: loss 20.000, 333 ms per step",
+        "step 40/60: loss 40.000, 87 ms per step",
+    ]
+    answers.clear()
+    args.steps = 43
+    assert script.train_steps(*(trained or (engine,)), "texts", 42, args) == [43]
+    assert saved[4:] == [43]
+
+
+@by_name(IMAGE_SCRIPTS)
+def test_epochs_go_on_where_they_were_and_are_evaluated_and_saved(
+    path, monkeypatch, capsys
+):
+    """Rank 0 of 2, from step 3 of 5 of the second epoch on. In the third, Ray says after
+    two steps that it will lose a node; in the fourth, all ranks are asked to stop."""
+    script, began, drawn, saved = scripts.load(path), [], [], []
+    stop, with_ray = Namespace(asked=stopping.NOTHING), path == scripts.TRAIN_RAY_DDP
+    at = {"epoch": 1, "images": 3 * 8, "steps": 8, "accuracy": 0.5}
+
+    class Loader:
+        sampler = Namespace(set_epoch=lambda *where: began.append(where))
+
+        def __len__(self):
+            return 5
+
+    def train_epoch(model, optimizer, loader, *_):
+        epoch, skipped = began[-1]
+        if epoch == 3:
+            stop.asked = stopping.STOP
+        ends_early = epoch == 3 or (with_ray and began[-1] == (2, 0))
+        return float(epoch), 2 if ends_early else 5 - skipped // 4
+
+    def save(*args):
+        saved.append(dict(args[2] if with_ray else args[3]))
+
+    ticks = iter(range(100))
+    for name, fake in {
+        "load_data": lambda *_: (Loader(), [(torch.zeros(1, 28, 28), 0)]),
+        "build": lambda *_: ("model", "wrapped", "optimizer"),
+        "train_epoch": train_epoch,
+        "evaluate": lambda *_: began[-1][0] / 4,
+        "load_latest" if with_ray else "load_checkpoint": lambda *_: dict(at),
+        "report" if with_ray else "save_checkpoint": save,
+    }.items():
+        monkeypatch.setattr(script, name, fake)
+    monkeypatch.setattr(script.stopping, "Stop", lambda *_: stop)
+    monkeypatch.setattr(
+        script.generators, "seed_loader", lambda loader, *by: drawn.append(by)
+    )
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    options = {"dataset": "digits", "batch_size": 4, "lr": 0.1, "epochs": 4, "seed": 7}
+    options |= {"bf16": False, "checkpoint_dir": None, "stop_file": None}
+
+    def train() -> dict:
+        if with_ray:
+            monkeypatch.setattr(script, "get_device", lambda: torch.device("cpu"))
+            return script.train_fn(options)
+        clock = Namespace(perf_counter=lambda: next(ticks))
+        monkeypatch.setattr(script, "time", clock)
+        return script.train(Namespace(**options), torch.device("cpu"))
+
+    end, printed = train(), capsys.readouterr().out.splitlines()
+    again = [(2, 2 * 4)] * with_ray  # from step 2 on, of 4 images each
+    assert began == [(1, 3 * 4), (2, 0), *again, (3, 0)]
+    assert drawn == [(7, epoch) for epoch, _ in began]
+    noticed = [(2, 16, 0.25)] * with_ray
+    where = [(each["epoch"], each["images"], each["accuracy"]) for each in saved]
+    assert where == [(2, 0, 0.25), *noticed, (3, 0, 0.5), (3, 16, 0.5)]
+    assert end.items() <= saved[-1].items()
+    if with_ray:
+        assert [each["loss"] for each in saved] == [1.0, 2.0, 2.0, 3.0]
+        assert printed[0] == "epoch 2: loss 1.000, test accuracy 25.0%"
+        assert printed[1:] == ["epoch 3: loss 2.000, test accuracy 50.0%"]
+    else:
+        assert [each["steps"] for each in saved] == [8 + 2, 8 + 7, 8 + 9]
+        assert printed[:2] == [
+            "2 workers on cpu, batch 4 each and 8 global, 5 steps per epoch",
+            "epoch 2/4: loss 1.000, test accuracy 25.0%, 1.0 s",
+        ]
+        assert printed[3].startswith("stopped in epoch 4 after 2 of 5 steps: ")
+    # saved by more ranks, which had taken more images: a step is left in any case
+    at["images"] = 5 * 8
+    train()
+    assert began[len(again) + 3] == (1, 4 * 4)
+
+
+def test_epochs_of_a_stream_are_evaluated_and_reported(monkeypatch, capsys):
+    """Rank 0 of 2, from the second epoch on; in the fourth, all are asked to stop."""
+    script, reported = scripts.load(STREAM), []
+    stop, ticks = Namespace(asked=stopping.NOTHING), iter(range(100))
+
+    def train_epoch(wrapped, optimizer, shard, config, epoch, stop):
+        assert shard == "train"
+        stop.asked = stopping.STOP if epoch == 3 else stopping.NOTHING
+        return {"loss": epoch + 0.5, "steps": 3, "rows": 30, "corrupt": 0}
+
+    def evaluate(model, shard, rank, world_size):
+        assert (shard, rank, world_size) == ("test", 0, 2)
+        return 0.25
+
+    for name, fake in {
+        "time": Namespace(perf_counter=lambda: next(ticks)),
+        "build": lambda *_: ("model", "wrapped", "optimizer"),
+        "train_epoch": train_epoch,
+        "evaluate": evaluate,
+        "load_latest": lambda *_: {"epoch": 1, "images": 0, "accuracy": None},
+        "report": lambda model, optimizer, metrics, config: reported.append(metrics),
+    }.items():
+        monkeypatch.setattr(script, name, fake)
+    monkeypatch.setattr(script.ray.train, "get_dataset_shard", lambda name: name)
+    monkeypatch.setattr(script.stopping, "Stop", lambda *_: stop)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    config = {"lr": 0.1, "seed": 0, "epochs": 5, "stop_file": None}
+    end = script.train_fn(config | {"has_test_set": True})
+    of_all = {"images": 0, "accuracy": 0.25, "steps": 3, "rows": 30, "corrupt": 0}
+    assert reported == [
+        of_all | {"epoch": 2, "loss": 1.5},
+        of_all | {"epoch": 3, "loss": 2.5},
+    ]
+    trained = {"epoch": 3, "images": 0, "accuracy": 0.25, "trained_again": 30}
+    assert end == trained
+    counted = "steps 3, rows 30, corrupt 0, accuracy 0.25, 30 rows per second"
+    assert capsys.readouterr().out.splitlines() == [
+        f"epoch 2: loss 1.5, {counted}",
+        f"epoch 3: loss 2.5, {counted}",
+    ]
+    end = script.train_fn(config | {"has_test_set": False, "epochs": 3})
+    assert end == {"epoch": 3, "images": 0, "accuracy": None}
 
 
 @by_name([*IMAGE_SCRIPTS, STREAM])
@@ -473,30 +667,35 @@ def test_a_step_is_one_of_gradient_descent(path):
 
 def test_ddp_trains_on_every_image_once_and_from_the_same_weights():
     """In an order of its own in every epoch, in whole batches."""
-    in_channels, lr = 3, 0.25
+    in_channels, lr, seed = 3, 0.25, 3
 
     def look() -> tuple:
         dist.init_process_group("gloo")
         script = scripts.load(scripts.TRAIN_DDP)
-        loader, test_set = script.load_data("digits", 100, 0)
+        loader, test_set = script.load_data("digits", 100, seed)
         orders = []
         for epoch in (0, 1):
             loader.sampler.set_epoch(epoch)
             orders.append(list(loader.sampler))
+        others, _ = script.load_data("digits", 100, seed + 1)
+        assert list(others.sampler) != orders[0]
         torch.manual_seed(dist.get_rank() + 5)
         device = torch.device("cpu")
-        model, wrapped, optimizer = script.build(in_channels, lr, 0, device)
+        model, wrapped, optimizer = script.build(in_channels, lr, seed, device)
+        noise = torch.rand(())
         same = wrapped.module is model and wrapped.gradient_as_bucket_view
+        same &= optimizer.defaults["fused"] and loader.generator is not None
         weights = [p.detach().clone() for p in model.parameters()]
         of_optimizer = {id(p) for p in optimizer.param_groups[0]["params"]}
         same &= of_optimizer == {id(p) for p in model.parameters()}
         counts = len(loader), len(loader.dataset), len(test_set)
-        return orders, counts, same, weights, optimizer.defaults["lr"]
+        return orders, counts, same, weights, optimizer.defaults["lr"], noise
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     expected = [p.detach() for p in resnet18(in_channels=in_channels).parameters()]
     ranks = run_ranks(look, 2)
-    for _, counts, same, weights, of_optimizer in ranks:
+    assert len({noise for *_, noise in ranks}) == 2
+    for _, counts, same, weights, of_optimizer, _ in ranks:
         assert (counts, same, of_optimizer) == ((7, 1437, 360), True, lr)
         assert all(torch.equal(a, b) for a, b in zip(weights, expected, strict=True))
     for epoch in (0, 1):

@@ -49,9 +49,10 @@ def _running(seconds: float) -> dict[str, str]:
 
 
 def show_in_notebook() -> None:
-    """Do so for this cell and each after it, in a notebook's kernel; else do nothing.
+    """Show the bar in this cell and each after it, in a notebook's kernel.
 
-    Nor where WORKSHOP_PROGRESS is "off", as in tests, which compare outputs.
+    Elsewhere it does nothing, nor where WORKSHOP_PROGRESS is "off", as in tests, which
+    compare outputs.
     """
     ipython = sys.modules.get("IPython")  # others need not import it for this
     shell = ipython.get_ipython() if ipython else None

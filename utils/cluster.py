@@ -46,7 +46,6 @@ TOO_SLOW = (
 PORT_TAKEN = "another program took the port of its dashboard. Start this once more."
 GAVE_UP = {
     "The current node timed out during startup": TOO_SLOW,
-    "Timed out waiting for nodes to join": TOO_SLOW,
     "Failed to find a valid port for dashboard": PORT_TAKEN,
     "already occupied": PORT_TAKEN,
 }
@@ -111,20 +110,20 @@ def start_ray(
 
 
 def cluster_to_join() -> str | None:
-    """The address of the cluster that `start_ray` would join; None: it would start one."""
+    """Return the address of the cluster that `start_ray` joins; None: it starts one."""
     address = os.environ.get("RAY_ADDRESS")
     address = address or ("auto" if preflight.is_autoscaling() else "local")
     return None if address == "local" else address
 
 
 def _python() -> dict[str, str]:
-    """A runtime environment for a Python whose path has a space: Ray does not quote it."""
+    """Return a runtime environment for a Python whose path has a space: Ray quotes none."""
     quoted = shlex.quote(sys.executable)
     return {"py_executable": quoted} if quoted != sys.executable else {}
 
 
 def _for_other_nodes() -> dict:
-    """What other nodes do not have: this folder, and what says how and where to run.
+    """Return what other nodes lack: this folder, and what says how and where to run.
 
     Here `utils` is installed, and sending it would make Ray prepare an environment:
     measured, 5 s of the first fit.
@@ -169,7 +168,7 @@ def another_driver(function: Callable, *args) -> subprocess.Popen:
 
 @contextlib.contextmanager
 def on_loopback() -> Iterator[None]:
-    """While inside, what Ray starts here listens on 127.0.0.1 alone, and can be joined.
+    """Let what Ray starts here listen on 127.0.0.1 alone, and be joined, while inside.
 
     Ray's default on Windows and macOS; elsewhere it listens on all addresses. Processes
     that Ray starts inherit the variable. This one has read it before, into a constant.
@@ -186,7 +185,7 @@ def on_loopback() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _any_agent_port() -> Iterator[None]:
-    """While inside, a Ray that starts here takes any free port for its agent's server.
+    """Let a Ray that starts here take any free port for its agent, while inside.
 
     Else it wants port 52365, and where another Ray has that, goes on without the server:
     then no log can be read. `ray.init` has no argument for it.
@@ -201,7 +200,7 @@ def _any_agent_port() -> Iterator[None]:
 
 @contextlib.contextmanager
 def api_server(address: str | None) -> Iterator[None]:
-    """While inside, what Ray starts asks the API server at host:port (None: as before).
+    """Let what Ray starts ask the API server at host:port (None: as before), while inside.
 
     Else ray.util.state, also in Ray's own processes, asks whatever Ray was last noted on
     this machine: if that one is gone, the end of each fit waits 12 s for it.
@@ -223,7 +222,7 @@ def _set(variable: str, value: str | None) -> None:
 
 
 def _is_on_loopback(address: str) -> bool:
-    """Whether a Ray is started here, or listens at 127.0.0.1 and at no other address."""
+    """Return whether Ray starts here, or listens at 127.0.0.1 and at no other address."""
     if address == "local":
         return True
     if address == "auto":
@@ -307,7 +306,7 @@ def twice(start: Callable[[int], Started]) -> Started:
     the port of their dashboard taken, which was free a moment ago. So it is any port then.
 
     Raises:
-        BadInput: Ray gave up twice.
+        BadInput: Ray gave up twice; says why at last.
     """
     for port in (8265, 0):  # first Ray's own
         before = psutil.Process().children()
@@ -319,9 +318,8 @@ def twice(start: Callable[[int], Started]) -> Started:
             if not why:
                 raise
             _end(set(psutil.Process().children()) - set(before))  # Ray leaves them
-            if not port:
-                raise BadInput(f"Ray did not start: twice {why}") from error
-    raise AssertionError("it was started, or has raised")
+            last, cause = why, error
+    raise BadInput(f"Ray did not start, nor at a second try: {last}") from cause
 
 
 def _start(options: dict, port: int):
@@ -348,7 +346,7 @@ def _end(processes: Iterable[psutil.Process]) -> None:
 
 
 def _asks_for_token(address: str) -> bool:
-    """Whether a cluster refuses who sends no token.
+    """Return whether a cluster refuses who sends no token.
 
     A process of its own asks, as Ray settles once per process whether it sends one.
     """
@@ -368,7 +366,7 @@ def _asks_for_token(address: str) -> bool:
 
 
 def _tokens() -> list[str]:
-    """Where a token is, in the order in which Ray looks.
+    """Return where a token is, in the order in which Ray looks.
 
     Source: https://docs.ray.io/en/latest/ray-security/token-auth.html
     """
@@ -378,7 +376,7 @@ def _tokens() -> list[str]:
 
 
 def _refused(address: str) -> BadInput:
-    """What to raise where a cluster wants a token that is not here."""
+    """Return what to raise where a cluster wants a token that is not here."""
     places = _tokens()
     what = f"the one in {places[0]} is not its" if places else "there is none here"
     return BadInput(

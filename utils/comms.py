@@ -27,7 +27,7 @@ class Comms:
     groups: dict[tuple[int, ...], "Comms"] = field(default_factory=dict)
 
     def sent(self, world_size: int) -> float:
-        """Bytes that each rank sent, if every collective runs over a ring.
+        """Return the bytes that each rank sent, if every collective runs over a ring.
 
         The payload is measured; what a ring makes of it is `RING`. In a broadcast or a
         reduce the ranks send unequal amounts: there it is the mean over the ranks.
@@ -35,7 +35,7 @@ class Comms:
         return sum(RING[name](world_size) * n for name, n in self.payload.items())
 
     def leaving_node(self, ranks_per_node: int) -> float:
-        """Bytes that leave each node, if every collective runs over a ring, in order.
+        """Return the bytes that leave each node, if collectives run over a ring, in order.
 
         Node 0 has ranks 0 to `ranks_per_node` - 1, and so on. The groups that this rank is
         in stand for all groups, as in a mesh: of a ring's links, the share that leads to
@@ -90,7 +90,7 @@ class count_comms(TorchDispatchMode):
 
 
 def allreduce_bytes(payload: int, world_size: int) -> float:
-    """Bytes each rank sends when `payload` bytes are all-reduced over a ring.
+    """Return the bytes that each rank sends when `payload` bytes are all-reduced in a ring.
 
     2 (N - 1) / N times the payload: a reduce-scatter and an all-gather, each of which
     sends (N - 1) / N of it. Where only the ranks add, no algorithm sends less. Switches
@@ -134,7 +134,7 @@ TRIPS = {
 
 
 def predict(strategy: str, parameter_bytes: int, world_size: int) -> float:
-    """Bytes each rank sends per step: trips times (N - 1) / N times the parameters.
+    """Return bytes sent per rank and step: trips times (N - 1) / N times the parameters.
 
     `strategy` is a key of `TRIPS`; gradients are taken to have the parameters' type.
     Left out: a few bytes per step for the loss and the gradient norm.
@@ -158,7 +158,7 @@ def _sent(namespace: str, kind: str, args: tuple):
 
 
 def _ranks(schema, args: tuple) -> tuple[int, ...]:
-    """The ranks of the process group that is among the arguments of a collective."""
+    """Return the ranks of the process group that is among the arguments of a collective."""
     names = ("process_group", "group_name")
     group = next(x for a, x in zip(schema.arguments, args) if a.name in names)
     if isinstance(group, str):

@@ -52,11 +52,11 @@ def run_options(name: str, folder: Path, keep: int) -> dict:
 
 
 def remove_cut_off(run: Path) -> None:
-    """Remove from a run's folder what killed saves have left: no checkpoint of Ray's list.
+    """Remove from a run's folder what killed saves left: all that Ray does not list.
 
-    As large as a checkpoint, and of no use, as Ray never takes it for one. Where there is
-    no list, what can be read stays: a file that was cut off is no zip archive, as
-    `torch.save` writes. Call it while nobody trains this run.
+    It is as large as a checkpoint, and Ray never takes it for one. Where there is no list,
+    what can be read stays: `torch.save` writes zip archives, and a file that was cut off
+    is none. Call it while nobody trains this run.
     """
     for path in run.glob(f"{runs.SAVING}*/"):  # before Ray had it
         shutil.rmtree(path, ignore_errors=True)

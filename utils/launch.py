@@ -38,8 +38,9 @@ def run_ranks(
 ) -> list[Any]:
     """Call `function(*args)` in `num_workers` processes; return their results by rank.
 
-    A process that fails or dies ends the others at once, and so does an interrupt (Ctrl-C,
-    or a notebook's stop).
+    They call it at the same moment, once all of them have loaded it: what they wait for
+    in it is each other, not an import. A process that fails or dies ends the others at
+    once, and so does an interrupt (Ctrl-C, or a notebook's stop).
 
     Raises:
         ValueError: `num_workers` is less than 1.
@@ -73,6 +74,7 @@ def run_ranks(
 
 def _collect(ranks: list, pipes: list[Any], deadline: float) -> list[Any]:
     results: dict[int, Any] = {}
+    loaded = 0
     while len(results) < len(pipes):
         waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
         ready = connection.wait(waiting, timeout=max(0, deadline - time.monotonic()))
@@ -82,19 +84,25 @@ def _collect(ranks: list, pipes: list[Any], deadline: float) -> list[Any]:
         for pipe in ready:
             rank = pipes.index(pipe)
             try:
-                ok, value = cloudpickle.loads(pipes[rank].recv_bytes())
-            except EOFError:
+                kind, value = cloudpickle.loads(pipes[rank].recv_bytes())
+            except (EOFError, ConnectionResetError):
                 ranks[rank].join()
                 raise RuntimeError(
                     f"rank {rank} died with exit code {ranks[rank].exitcode}"
                 ) from None
-            if not ok:
+            if kind == "loaded":
+                loaded += 1
+                for other in pipes if loaded == len(pipes) else []:
+                    with contextlib.suppress(OSError):  # it has died: seen above
+                        other.send_bytes(b"begin")
+            elif kind == "returned":
+                results[rank] = value
+            else:
                 summary, remote_traceback = value
                 rank = _first_with(summary, rank, waiting, pipes)
                 raise RuntimeError(f"rank {rank} failed with {summary}") from (
                     RuntimeError(remote_traceback)
                 )
-            results[rank] = value
     return [results[rank] for rank in range(len(pipes))]
 
 
@@ -107,8 +115,8 @@ def _first_with(summary: str, rank: int, waiting: list, pipes: list) -> int:
         other = pipes.index(pipe)
         with contextlib.suppress(EOFError):
             if other < rank and pipe.poll(timeout=1):
-                ok, value = cloudpickle.loads(pipe.recv_bytes())
-                if not ok and value[0] == summary:
+                kind, value = cloudpickle.loads(pipe.recv_bytes())
+                if kind == "raised" and value[0] == summary:
                     return other
     return rank
 
@@ -119,14 +127,16 @@ def _run_rank(payload: bytes, env: dict[str, str], caller) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.clear()
     os.environ.update(env)
-    try:
-        function, args = cloudpickle.loads(payload)
-        message = cloudpickle.dumps((True, function(*args)))
-    except Exception as error:
-        summary = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
-        message = cloudpickle.dumps((False, (summary, traceback.format_exc())))
-    caller.send_bytes(message)
-    # Rank 0 holds the store through which the others meet: as under torchrun, it stays
-    # until all have returned. The caller kills this process then, or has died itself.
-    with contextlib.suppress(EOFError, ConnectionResetError):
+    with contextlib.suppress(EOFError, OSError):  # the caller has died
+        try:
+            function, args = cloudpickle.loads(payload)
+            caller.send_bytes(cloudpickle.dumps(("loaded", None)))
+            caller.recv_bytes()  # once all ranks have loaded it
+            message = cloudpickle.dumps(("returned", function(*args)))
+        except Exception as error:
+            summary = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
+            message = cloudpickle.dumps(("raised", (summary, traceback.format_exc())))
+        caller.send_bytes(message)
+        # Rank 0 holds the store through which the others meet: as under torchrun, it
+        # stays until all have returned. The caller kills this process then.
         caller.recv_bytes()

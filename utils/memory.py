@@ -38,7 +38,7 @@ SHARDED_FROM = State(parameters=3, gradients=2, optimizer=1)
 def predict(
     parameters: int, world_size: int, stage: int, per_parameter: State = FP32
 ) -> State:
-    """Bytes of state on each rank by the formulas of the ZeRO paper.
+    """Return the bytes of state on each rank by the formulas of the ZeRO paper.
 
     Stage 0 is data parallelism (DDP): every rank holds everything. Stage 1 divides the
     optimizer state by the number of ranks, stage 2 also the gradients, stage 3 (and
@@ -68,7 +68,7 @@ def activation_bytes(
     bytes_per_number: int = 2,
     checkpointing: bool = False,
 ) -> int:
-    """Bytes of activations that a step of a GPT holds on one device.
+    """Return the bytes of activations that a step of a GPT holds on one device.
 
     A layer keeps 16 numbers per token and unit of width for its backward pass: what goes
     into its two norms (2), into `qkv` (1), into attention (3), into `out` (1), into `up`
@@ -94,13 +94,13 @@ def activation_bytes(
 
 
 def local_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
-    """Bytes of tensors on this rank; of a DTensor, its local shard counts."""
+    """Return the bytes of tensors on this rank; of a DTensor, its local shard counts."""
     local = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
     return sum(t.numel() * t.itemsize for t in local if t is not None)
 
 
 def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    """Bytes of state that this rank holds for a model on one device, DDP or FSDP2.
+    """Return the bytes of state that this rank holds: a model on a device, DDP or FSDP2.
 
     Adam's step counters, 4 bytes per tensor, are left out: `predict` has none. Call it
     between `backward` and `zero_grad`, when all three parts exist.
@@ -189,7 +189,7 @@ class _Allocator:
 
 
 def follow_memory(device: torch.device):
-    """`live` and `peak` of a `with` block, in bytes beyond what existed before it.
+    """Follow `live` and `peak` of a `with` block, in bytes beyond what was there before.
 
     On a GPU its allocator says them (the peak at the end of the block), and sees the work
     space of kernels, too. On a CPU it is a `count_memory`.
@@ -198,7 +198,7 @@ def follow_memory(device: torch.device):
 
 
 def moments(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The tensors of an optimizer's state (of Adam, two averages) but for counters."""
+    """Return the tensors of an optimizer's state (of Adam, two averages), no counters."""
     return [
         t
         for state in optimizer.state.values()

@@ -17,7 +17,7 @@ NORMS = {"group": partial(nn.GroupNorm, 32), "batch": nn.BatchNorm2d}
 
 
 def resnet18(num_classes: int = 10, in_channels: int = 1, norm: str = "group"):
-    """torchvision's ResNet-18 (11 million parameters) with random weights.
+    """Make torchvision's ResNet-18 (11 million parameters) with random weights.
 
     Takes images of shape [batch, in_channels, height, width] and returns logits of shape
     [batch, num_classes]. Two changes to torchvision's model: the first convolution takes
@@ -162,7 +162,7 @@ def fill_by_name(model: nn.Module, gather=nullcontext, seed: int = 0) -> None:
 
 
 def cut_like(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """Of a sharded parameter's values this rank's shard, as a DTensor; sends nothing."""
+    """Return this rank's shard of a parameter's whole values, a DTensor; sends nothing."""
     if not isinstance(parameter, DTensor):
         return whole
     mesh, placements = parameter.device_mesh, parameter.placements
@@ -170,7 +170,7 @@ def cut_like(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
 
 def start_values(name: str, shape: torch.Size, seed: int = 0) -> torch.Tensor:
-    """What a GPT's parameter `name` starts from, drawn from a seed of that name."""
+    """Draw what a GPT's parameter `name` starts from, from a seed of that name."""
     if name.endswith("bias"):
         return torch.zeros(shape)
     if len(shape) == 1:  # the weight of a layer norm

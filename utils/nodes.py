@@ -37,8 +37,14 @@ class Cluster(cluster_utils.Cluster):
     client_server: subprocess.Popen | None = None
 
     def add_node(self, *args, **kwargs):
-        with on_loopback(), mock.patch.object(sys, "executable", python()):
-            return super().add_node(*args, **kwargs)
+        """Start a node; one that joins once more if it was not up in time."""
+
+        def add(_):
+            with on_loopback(), mock.patch.object(sys, "executable", python()):
+                return cluster_utils.Cluster.add_node(self, *args, **kwargs)
+
+        # a head is started again with all its nodes: `start`
+        return twice(add) if self.head_node else add(None)
 
     def shutdown(self) -> None:
         if self.client_server:
@@ -167,7 +173,7 @@ def machine(
             stderr=errors,
             text=True,
         )
-        too_late = threading.Timer(100, process.kill)
+        too_late = threading.Timer(600, process.kill)  # Ray itself gives up before
         too_late.start()
         assert process.stdout
         found = process.stdout.readline().strip()  # empty if it has ended

@@ -216,7 +216,7 @@ Records = list[Record]  # by rank
 
 @functools.lru_cache(maxsize=100)
 def _signs(length: int) -> torch.Tensor:
-    """Numbers 1 and -1 that look random and are the same everywhere, of shape [length]."""
+    """Return [length] numbers 1 and -1 that look random and are the same everywhere."""
     mixed = torch.arange(length) * -7046029254386353131
     mixed = (mixed ^ (mixed >> 29)) * 2545247474239171083
     return (1 - 2 * ((mixed >> 40) & 1)).to(torch.int8)
@@ -224,7 +224,7 @@ def _signs(length: int) -> torch.Tensor:
 
 @torch.no_grad()
 def _sketch(tensor: torch.Tensor) -> list[float]:
-    """At most WIDTH numbers that stand for a tensor, sharded or not.
+    """Return at most WIDTH numbers that stand for a tensor, sharded or not.
 
     They are sums of its numbers with signs that look random: a linear map that keeps
     lengths nearly (a count sketch), so differences and ratios of sketches are those of
@@ -254,7 +254,7 @@ def _tensors(batch: Any) -> Iterator[torch.Tensor]:
 
 
 def _cast(batch: Any, dtype: torch.dtype) -> Any:
-    """The same batch with its floating point tensors in `dtype`."""
+    """Return the same batch with its floating point tensors in `dtype`."""
     if isinstance(batch, torch.Tensor):
         return batch.to(dtype) if batch.is_floating_point() else batch
     if isinstance(batch, dict):
@@ -276,7 +276,7 @@ def _digest(*parts: bytes) -> int:
 
 
 def _row_digests(batch: Any) -> tuple[int, ...]:
-    """A number for each item of a batch, from all that its tensors hold of it."""
+    """Return a number for each item of a batch, from all that its tensors hold of it."""
     tensors = [t.detach() for t in _tensors(batch) if t.ndim]
     if not tensors:
         return (_digest(repr(batch).encode()),)
@@ -300,7 +300,7 @@ class _Generator(NamedTuple):
 
 
 def _generator(each: Any) -> _Generator | None:
-    """`each` as a generator, if it is one of torch, Python or NumPy."""
+    """Return `each` as a generator, if it is one of torch, Python or NumPy."""
     numpy = sys.modules.get("numpy")
     if isinstance(each, torch.Generator):
         name, get, put = "its torch.Generator", each.get_state, each.set_state
@@ -332,7 +332,7 @@ _own_generators: list[_Generator] = []
 
 
 def _sources() -> list[_Generator]:
-    """All generators that the program may draw from."""
+    """Return all generators that the program may draw from."""
     found = [
         _Generator(
             "torch", torch, torch.get_rng_state, torch.set_rng_state, torch.manual_seed
@@ -352,7 +352,7 @@ def _sources() -> list[_Generator]:
 
 
 def _find_generators(roots: Iterable[Any]) -> list[_Generator]:
-    """The generators that objects hold, or the modules of functions."""
+    """Return the generators that objects hold, or the modules of functions."""
     found, seen = [], set()
     waiting = [(root, 0) for root in roots]
     while waiting:
@@ -383,7 +383,7 @@ def _find_generators(roots: Iterable[Any]) -> list[_Generator]:
 
 
 def _number(state: Any) -> int:
-    """A short number for the state of a generator."""
+    """Return a short number for the state of a generator."""
     if isinstance(state, torch.Tensor):
         return zlib.crc32(state.numpy().tobytes())
     if isinstance(state, dict):
@@ -396,7 +396,7 @@ def _number(state: Any) -> int:
 
 
 def _generators() -> dict[str, int]:
-    """A number for the state of each generator, by its name."""
+    """Return a number for the state of each generator, by its name."""
     states: dict[str, int] = {}
     for source in _sources():
         state = source.get()
@@ -408,7 +408,7 @@ def _generators() -> dict[str, int]:
 
 @contextlib.contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Draws within depend on `seed` alone, and change nothing outside."""
+    """Let draws within depend on `seed` alone, and change nothing outside."""
     sources = _sources()
     states = [source.get() for source in sources]
     for source in sources:
@@ -484,7 +484,7 @@ class _Draws(TorchDispatchMode):
 
 
 def _behind(dataset: Any, index: Any) -> Any:
-    """The index into the data set of which `dataset` may be a subset."""
+    """Return the index into the data set of which `dataset` may be a subset."""
     while isinstance(dataset, Subset):
         dataset, index = dataset.dataset, dataset.indices[index]
     return index
@@ -546,7 +546,7 @@ class _Batches:
         self.loader = iter(loader)
 
     def _rebuilt(self, loader, batches: list, epoch: int, pin: bool, limit: int):
-        """The same loader in this process, with its order known before it begins."""
+        """Return the same loader in this process, with its order known before it begins."""
         dataset = whole = loader.dataset
         while isinstance(whole, Subset):
             whole = whole.dataset
@@ -568,7 +568,7 @@ class _Batches:
         )
 
     def next(self) -> Any:
-        """The next batch, or None."""
+        """Return the next batch, or None."""
         if self.items is None or not self.items.pin:
             before = _generators()
             batch = next(self.loader, None)
@@ -642,7 +642,7 @@ class _Recorder:
         return note
 
     def forward(self, module, args, kwargs) -> None:
-        """A hook of the wrapped model: which rows of the batch it is given."""
+        """Hook the wrapped model: note which rows of the batch it is given."""
         if torch.is_grad_enabled() and module.training:
             first = next(_tensors([args, kwargs]), None)
             self.forwards.append(
@@ -651,7 +651,7 @@ class _Recorder:
             self.seen |= self.forwards[-1]
 
     def note_clipping(self, parameters: Iterable) -> None:
-        """What gradients are like before torch clips them, for the first time in a step."""
+        """Note what gradients are like before torch clips them, first in a step."""
         parameters = (
             [parameters] if isinstance(parameters, torch.Tensor) else parameters
         )
@@ -701,7 +701,7 @@ class _Recorder:
             self.bytes = max(self.bytes, self.state_bytes())
 
     def state_bytes(self) -> int:
-        """Bytes that this rank holds: parameters, gradients, state of optimizers."""
+        """Return the bytes on this rank: parameters, gradients, state of optimizers."""
         held: dict[int, torch.Tensor] = {}
         for _, parameter in _named(self.model):
             for tensor in (parameter, parameter.grad):
@@ -724,7 +724,7 @@ def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def _sketch_buffers(model: nn.Module) -> Sketches:
-    """Of buffers that belong to the state: others are caches that may differ in shape."""
+    """Sketch buffers of the state: others are caches that may differ in shape."""
     kept = {name.removeprefix("module.") for name in model.state_dict(keep_vars=True)}
     named = [(n.removeprefix("module."), b) for n, b in model.named_buffers()]
     return {n: _sketch(b) for n, b in named if n in kept}
@@ -750,7 +750,7 @@ def _freeze(module: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _watched_clipping(recorder: _Recorder) -> Iterator[None]:
-    """Torch's functions that clip, telling `recorder` what they found."""
+    """Let torch's functions that clip tell `recorder` what they found."""
     module, kept = nn.utils.clip_grad, {}
 
     def watch(original: Callable) -> Callable:
@@ -793,7 +793,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _fresh_generators(run: "_Run", rank: int) -> None:
-    """As in a new process: torch draws the same in all of them, the others do not.
+    """Draw as in a new process: torch the same in all of them, the others not.
 
     Functions may be of a module that is imported once and has seeded them then: so only a
     file, which every run executes, meets those others as chance has left them.
@@ -1014,7 +1014,7 @@ def _vector(sketches: Sketches, names: Iterable[str]) -> torch.Tensor:
 
 
 def _relative(ours: Sketches, theirs: Sketches) -> float:
-    """The length of the difference over that of `theirs`, each as one vector."""
+    """Return the length of the difference over that of `theirs`, each as one vector."""
     if set(ours) != set(theirs):
         return math.inf
     a, b = _vector(ours, theirs), _vector(theirs, theirs)
@@ -1128,7 +1128,7 @@ Runs = dict[str, Record]  # of one rank
 
 
 def _runs_of_rank(payload: _Payload, epochs: int, limit: int, say) -> Runs:
-    """All runs of one training on this rank. Which ones are needed shows the first."""
+    """Make all runs of one training on this rank; the first shows which are needed."""
 
     def train(name: str, run: _Run) -> Record:
         say.name = name
@@ -1163,7 +1163,7 @@ def _be_rank(
     rank: int, world_size: int, store: str, payloads: list[_Payload], epochs: int,
     limit: int, timeout: float, pipe,
 ) -> None:  # fmt: skip
-    """What a process does: join the group, train, and send the records."""
+    """Do what a process does: join the group, train, and send the records."""
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -1195,7 +1195,7 @@ def _be_rank(
 
 
 def _line_of(problem: Exception) -> str:
-    """The last line of the training's own code that led to an exception."""
+    """Return the last line of the training's own code that led to an exception."""
     for frame in reversed(traceback.extract_tb(problem.__traceback__)):
         if "site-packages" not in frame.filename and frame.filename != __file__:
             return f" ({Path(frame.filename).name}, line {frame.lineno})"
@@ -1301,7 +1301,7 @@ def _length(sketches: Sketches) -> float:
 
 
 def _apart(ours: Sketches, theirs: Sketches) -> tuple[float, str]:
-    """The largest relative difference of a tensor, and its name.
+    """Return the largest relative difference of a tensor, and its name.
 
     A tensor counts as at least 1e-4 of the length of all: gradients that are zero but
     for rounding differ as much as they like.
@@ -1355,11 +1355,11 @@ class _Case:
 
     @property
     def updates(self) -> list[list[Update]]:
-        """Of all ranks, update by update."""
+        """Return the updates of all ranks, one after another."""
         return [list(each) for each in zip(*(record.updates for record in self.ranks))]
 
     def right(self, update: int) -> bool:
-        """Whether the gradients of this update are those of one process."""
+        """Return whether the gradients of this update are those of one process."""
         if update >= len(self.one.updates):
             return False
         theirs = self.one.updates[update].gradients
@@ -1367,12 +1367,12 @@ class _Case:
         return max(apart) < LATER and self.same_items(self.one.updates[update].step)
 
     def judged(self) -> list[int]:
-        """The updates that are wrong, or cannot be compared as the items differ."""
+        """Return the updates that are wrong, or cannot be compared as the items differ."""
         return [u for u in range(len(self.updates)) if not self.right(u)]
 
 
 def _by_content(record: Record) -> Record:
-    """The same record with items told by their contents."""
+    """Return the same record with items told by their contents."""
     whole = [*map(len, record.contents)] == [*map(len, record.orders)]
     return replace(
         record,
@@ -1384,7 +1384,7 @@ def _by_content(record: Record) -> Record:
 
 
 def _odd_items(one: Record, ranks: Records) -> list[tuple[int, Any]]:
-    """Rank and index of items that have other contents than in one process."""
+    """Return rank and index of items that have other contents than in one process."""
     known, odd = {}, []
     for record in (one, *ranks):
         for step in record.steps:
@@ -1396,7 +1396,7 @@ def _odd_items(one: Record, ranks: Records) -> list[tuple[int, Any]]:
 
 
 def _difference(one: Record, ranks: Records) -> _Difference | None:
-    """The first difference of gradients, parameters or buffers, in that order per step."""
+    """Return the first difference of gradients, parameters or buffers, in that order."""
     for rank in ranks:
         for ours, theirs in (
             (rank.start, one.start),
@@ -1435,7 +1435,7 @@ def _flat(order: Iterable[tuple]) -> Counter:
 
 
 def _items_differ(one: Record, ranks: Records) -> int | None:
-    """The first step in which the ranks together do not see the items of one process."""
+    """Return the first step in which all ranks do not see the items of one process."""
     for number, step in enumerate(one.steps):
         if any(number >= len(rank.steps) for rank in ranks):
             return number
@@ -1445,6 +1445,7 @@ def _items_differ(one: Record, ranks: Records) -> int | None:
 
 
 def find_unequal_steps(case: _Case) -> Finding | None:
+    """Find ranks that have unequal numbers of batches."""
     found = case.ranks[0].unequal_steps
     if not found:
         return None
@@ -1458,6 +1459,7 @@ def find_unequal_steps(case: _Case) -> Finding | None:
 
 
 def find_repeated_items(case: _Case) -> Finding | None:
+    """Find items that the ranks of an epoch see twice, or never."""
     records = [case.one, *case.ranks]
     if not all(record.identified for record in records) or _cannot_be_shared(case):
         return None
@@ -1493,6 +1495,7 @@ def find_repeated_items(case: _Case) -> Finding | None:
 
 
 def find_odd_items(case: _Case) -> Finding | None:
+    """Find an index that means another item on another rank."""
     if not case.odd_items or case.loose:
         return None
     rank, item = case.odd_items[0]
@@ -1505,6 +1508,8 @@ def find_odd_items(case: _Case) -> Finding | None:
 
 
 def find_same_order(case: _Case) -> Finding | None:
+    """Find epochs that all have one order."""
+
     def fixed(record: Record) -> bool:
         return len(record.orders) > 1 and record.orders[0] == record.orders[1]
 
@@ -1533,6 +1538,7 @@ def _few(items: list) -> str:
 
 
 def find_global_batch(case: _Case) -> Finding | None:
+    """Find a global batch of another size than that of one process."""
     orders, alone = case.ranks[0].orders, case.one.orders
     if not orders or not orders[0] or not alone[0] or case.ranks[0].unequal_steps:
         return None
@@ -1565,6 +1571,7 @@ def _cannot_be_shared(case: _Case) -> bool:
 
 
 def find_other_order(case: _Case) -> Finding | None:
+    """Find items that are seen once, but in other steps than in one process."""
     at = case.items_differ
     others = (
         find_repeated_items,
@@ -1590,6 +1597,7 @@ def find_other_order(case: _Case) -> Finding | None:
 
 
 def find_start(case: _Case) -> Finding | None:
+    """Find weights or buffers that differ before training."""
     first = case.ranks[0]
     for kind, key in (("weights", "start"), ("buffers", "start_buffers")):
         for rank in case.ranks:
@@ -1613,7 +1621,7 @@ def find_start(case: _Case) -> Finding | None:
 
 
 def _label(applied: list, own: list, whole: float, near: float) -> str:
-    """How the gradient of one tensor on each rank was made of the ranks' own ones."""
+    """Say how the gradient of one tensor on each rank was made of the ranks' own ones."""
     applied = [torch.tensor(a, dtype=torch.float64) for a in applied]
     mine = torch.tensor(own, dtype=torch.float64)
     mean = mine.mean(0)
@@ -1637,7 +1645,7 @@ def _label(applied: list, own: list, whole: float, near: float) -> str:
 def _labels(
     updates: list[Update], level: str = "gradients", near: float = ROUNDED
 ) -> dict[str, str]:
-    """`_label` of each parameter; none of those whose own gradients are not known.
+    """Return `_label` of each parameter whose own gradients are known.
 
     A gradient that only some of the ranks have is their own.
     """
@@ -1656,7 +1664,7 @@ def _labels(
 
 
 def _labels_beside(case: _Case, u: int) -> dict[str, str]:
-    """As `_labels`, where ranks' own gradients never exist, as with FSDP2."""
+    """Do as `_labels`, where ranks' own gradients never exist, as with FSDP2."""
     if u >= len(case.one.updates) or not case.same_items(case.one.updates[u].step):
         return {}
     ours, theirs = case.updates[u][0].gradients, case.one.updates[u].gradients
@@ -1668,7 +1676,7 @@ def _labels_beside(case: _Case, u: int) -> dict[str, str]:
 
 
 def _clips_first(updates: list[Update]) -> bool:
-    """Whether ranks clip what is their own still, and average it then."""
+    """Return whether ranks clip what is their own still, and average it then."""
     if not all(update.unclipped for update in updates):
         return False
     before = set(_labels(updates, "unclipped").values())
@@ -1677,7 +1685,7 @@ def _clips_first(updates: list[Update]) -> bool:
 
 
 def _made_of(whole: Sketches, parts: list[Sketches]) -> tuple[list[float], float]:
-    """Factors by which the parts add up to the whole, and the relative error left."""
+    """Return factors by which the parts add up to the whole, and the relative error."""
     names = [name for name in whole if all(name in part for part in parts)]
     target = _vector(whole, names)
     if not names or not target.norm():
@@ -1693,7 +1701,7 @@ def _factors(values: Iterable[float]) -> str:
 
 
 def _keeps_own(updates: list[Update]) -> bool:
-    """Whether each rank steps with a multiple of its own gradient, clipped say."""
+    """Return whether each rank steps with a multiple of its own gradient, clipped say."""
     for rank, update in enumerate(updates):
         factors, left = _made_of(update.gradients, [each.own for each in updates])
         others = [abs(f) for r, f in enumerate(factors) if r != rank]
@@ -1703,7 +1711,7 @@ def _keeps_own(updates: list[Update]) -> bool:
 
 
 def _scaled_by(case: _Case, update: int) -> float | None:
-    """By what one process' own gradient exceeds the mean of the ranks'; None: unlike it."""
+    """Return one process' own gradient over the mean of the ranks'; None: unlike it."""
     if update >= len(case.one.updates):
         return None
     updates = case.updates[update]
@@ -1714,7 +1722,7 @@ def _scaled_by(case: _Case, update: int) -> float | None:
 
 
 def find_averaging(case: _Case) -> list[Finding]:
-    """Summed, not averaged, or averaged except for some parameters."""
+    """Find gradients summed, not averaged, or averaged except for some parameters."""
     found: dict[str, Finding] = {}
     for u in case.judged():
         updates = case.updates[u]
@@ -1784,7 +1792,7 @@ def _ratio(case: _Case, u: int, name: str) -> float:
 
 
 def _divides_its_loss(case: _Case, u: int) -> bool:
-    """Whether losses are divided by the world size already, so that sums are right."""
+    """Return whether losses are divided by the world size, so that sums are right."""
     if u < len(case.one.updates) and case.same_items(case.one.updates[u].step):
         scale = _scaled_by(case, u)
         if scale is not None:
@@ -1819,7 +1827,7 @@ def _not_averaged(case: _Case, u: int, names: list[str], total: int) -> Finding:
 
 
 def _clipped_and_summed(case: _Case, u: int, found: dict[str, Finding]) -> None:
-    """Where ranks clip first: whether what they have clipped is summed then."""
+    """Return, where ranks clip first, whether what they have clipped is summed then."""
     updates = case.updates[u]
     if any(each.norm is None or each.most is None for each in updates):
         return
@@ -1839,6 +1847,7 @@ def _clipped_and_summed(case: _Case, u: int, found: dict[str, Finding]) -> None:
 
 
 def find_accumulation(case: _Case) -> Finding | None:
+    """Find micro-batches whose gradients are dropped before the update."""
     for record in [*case.ranks, case.one]:
         for u, update in enumerate(record.updates):
             if update.lost:
@@ -1878,6 +1887,7 @@ def find_accumulation(case: _Case) -> Finding | None:
 
 
 def find_clipping(case: _Case) -> Finding | None:
+    """Find gradients that are clipped by a rank's own norm, or unlike one process'."""
     for u in case.judged():
         updates = case.updates[u]
         alone = None
@@ -1909,7 +1919,7 @@ def _clipped_by_own_norms(updates: list[Update], alone: Update | None) -> str:
 
 
 def _clipped_unlike(updates: list[Update], alone: Update | None, agree: float) -> str:
-    """Evidence that averaged gradients are clipped, but not as in one process."""
+    """Find evidence that averaged gradients are clipped, but not as in one process."""
     if set(_labels(updates, "unclipped").values()) != {"mean"}:
         return ""
     lengths = _factors(_length(each.gradients) for each in updates)
@@ -1926,7 +1936,7 @@ def _clipped_unlike(updates: list[Update], alone: Update | None, agree: float) -
 
 
 def _scaled_by_hand(case: _Case, updates: list[Update], alone: Update | None) -> str:
-    """Evidence that ranks count by factors, where torch's clipping is not called."""
+    """Find evidence that ranks count by factors, where torch's clipping is not called."""
     if "other" not in _labels(updates).values():
         return ""
     factors, left = _made_of(updates[0].gradients, [each.own for each in updates])
@@ -1949,7 +1959,7 @@ def _scaled_by_hand(case: _Case, updates: list[Update], alone: Update | None) ->
 
 
 def find_content(case: _Case) -> Finding | None:
-    """Where averaged gradients are not those of the whole batch."""
+    """Find averaged gradients that are not those of the whole batch."""
     at = case.differs
     if not at or at.update is None or not case.same_items(at.step):
         return None
@@ -1993,6 +2003,7 @@ def find_content(case: _Case) -> Finding | None:
 
 
 def find_rates(case: _Case) -> Finding | None:
+    """Find learning rates that differ between ranks, or from those of one process."""
     if (
         len(case.ranks[0].steps) != len(case.one.steps)
         and not case.ranks[0].unequal_steps
@@ -2030,6 +2041,7 @@ def _close(ours: list[float], theirs: list[float]) -> bool:
 
 
 def find_batch_norm(case: _Case) -> Finding | None:
+    """Find BatchNorm that takes its statistics of a rank's own items."""
     if not case.live or not case.live_one.batch_norms:
         return None
     first = [rank.steps[0].buffers for rank in case.live_ranks if rank.steps]
@@ -2060,7 +2072,7 @@ def _batch_norm(evidence: str) -> Finding:
 
 
 def find_noise(case: _Case) -> Finding | None:
-    """Dropout or augmentation that is the same on two ranks."""
+    """Find dropout or augmentation that is the same on two ranks."""
     if any("noise" not in runs for runs in case.together):
         return None
     records = [runs["noise"] for runs in case.together]
@@ -2095,7 +2107,7 @@ def find_noise(case: _Case) -> Finding | None:
 
 
 def find_unseeded(case: _Case) -> Finding | None:
-    """Two runs of one process whose noise differs."""
+    """Find two runs of one process whose noise differs."""
     if "noise again" not in case.alone:
         return None
     first, again = case.alone["noise"], case.alone["noise again"]
@@ -2119,6 +2131,7 @@ def find_unseeded(case: _Case) -> Finding | None:
 
 
 def find_buffers(case: _Case) -> Finding | None:
+    """Find other buffers that each rank computes from its own items."""
     norms = tuple(f"{norm}." for norm in case.one.batch_norms)
     for number, steps in enumerate(zip(*(rank.steps for rank in case.ranks))):
         for rank, step in enumerate(steps):
@@ -2137,7 +2150,7 @@ def find_buffers(case: _Case) -> Finding | None:
 
 
 def find_weights(case: _Case) -> Finding | None:
-    """Weights that come apart although equal gradients reach equal optimizers."""
+    """Find weights that come apart although equal gradients reach equal optimizers."""
     for number, steps in enumerate(zip(*(rank.steps for rank in case.ranks))):
         for rank, step in enumerate(steps):
             size, name = _apart(step.parameters, steps[0].parameters)
@@ -2153,6 +2166,7 @@ def find_weights(case: _Case) -> Finding | None:
 
 
 def find_shards(case: _Case) -> Finding | None:
+    """Find a strategy that claims to shard, where each rank holds the whole state."""
     if not all(rank.sharded for rank in case.ranks):
         return None
     alone = case.one.state_bytes
@@ -2168,6 +2182,7 @@ def find_shards(case: _Case) -> Finding | None:
 
 
 def find_nothing_trained(case: _Case) -> Finding | None:
+    """Find a training of which no step changes a weight."""
     records = [case.one, *case.ranks]
     if not all(record.updates for record in records):
         return None
@@ -2210,7 +2225,7 @@ def diagnose(case: _Case) -> list[Finding]:
 
 
 def _rounded(case: _Case) -> bool:
-    """Whether all that differs is float32 within float64, and that stays small."""
+    """Return whether all that differs is float32 within float64, and that stays small."""
     if case.live is None or not case.live_one.updates:
         return False
     first = [rank.updates[:1] for rank in [case.live_one, *case.live_ranks]]
@@ -2229,7 +2244,7 @@ def _rounded(case: _Case) -> bool:
 
 
 def _first32(case: _Case) -> float:
-    """How far the first gradients in float32 are apart."""
+    """Return how far the first gradients in float32 are apart."""
     one = case.alone["float32"].updates
     ours = [runs["float32"].updates for runs in case.together]
     pairs = [(each[0], one[0]) for each in ours if each and one]
@@ -2243,7 +2258,7 @@ def _last32(case: _Case) -> float:
 
 
 def _verdict(case: _Case) -> tuple[bool, list[str]]:
-    """Whether these workers equal one process, and lines that say so."""
+    """Return whether these workers equal one process, and lines that say so."""
     workers = f"{case.n} workers"
     steps, epochs = len(case.live_one.steps), len(case.live_one.orders)
     if case.live and not _rounded(case):

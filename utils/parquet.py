@@ -23,7 +23,7 @@ _OF_A_STORE = ("AWS Error", "google::cloud")
 
 
 def decode(batch: dict, on_corrupt: str = "fail") -> dict[str, np.ndarray]:
-    """Images of any format and size to float32 of shape [n, 1, 28, 28], from 0 to 1.
+    """Decode images of any format and size to float32, [n, 1, 28, 28], from 0 to 1.
 
     For `map_batches` of a Ray Dataset, in tasks on CPUs.
 
@@ -52,7 +52,7 @@ def decode(batch: dict, on_corrupt: str = "fail") -> dict[str, np.ndarray]:
 
 
 def find_for_workers(path: str, args) -> tuple[fs.FileSystem, list[str]]:
-    """The whole Parquet files at `path`, as `find_parquet` returns them.
+    """Return the whole Parquet files at `path`, as `find_parquet` returns them.
 
     Prints how many rows they have, and which files are left out.
 
@@ -80,7 +80,7 @@ def find_for_workers(path: str, args) -> tuple[fs.FileSystem, list[str]]:
 
 
 def find_parquet(path: str) -> tuple[fs.FileSystem, list[str]]:
-    """The Parquet files at `path`: a file or a folder, local, s3:// or gs://.
+    """Return the Parquet files at `path`: a file or a folder, local, s3:// or gs://.
 
     Returns the file system and the files' paths in it, sorted by name.
 

@@ -37,14 +37,14 @@ _STYLE = {
 
 
 def color_of(name: str, number: int = 0) -> str:
-    """The colour of a strategy ("ZeRO-3", "fsdp2-keep"), else the `number`-th."""
+    """Return the colour of a strategy ("ZeRO-3", "fsdp2-keep"), else the `number`-th."""
     key = re.sub(r"[^a-z0-9]", "", name.lower())
     found = [color for start, color in STRATEGIES.items() if key.startswith(start)]
     return found[0] if found else COLORS[number % len(COLORS)]
 
 
 def _name_at_the_end(ax: plt.Axes, apart: float = 0.085) -> None:
-    """Each line's name beside its end, in its colour, no two on top of each other."""
+    """Write each line's name beside its end, in its colour, no two on top of each other."""
     ax.get_xlim(), ax.get_ylim()  # places depend on the limits: let them be set
     to_axes = ax.transData + ax.transAxes.inverted()
     ends = [(to_axes.transform(line.get_xydata()[-1])[1], line) for line in ax.lines]
@@ -74,7 +74,7 @@ def curves(
     reference: tuple[str, float] | None = None,
     from_zero: bool = False,
 ) -> None:
-    """Lines over `x`, or over their index; later ones thinner, so that all are seen.
+    """Draw lines over `x`, or over their index; later ones thinner, so all are seen.
 
     reference: a labelled vertical line. from_zero: the vertical axis begins there.
     """
@@ -108,7 +108,7 @@ def fits(
     xlabel: str,
     ylabel: str,
 ) -> None:
-    """Measured points by x, and dashed straight lines (value at x = 0, slope) from 0 on."""
+    """Draw measured points by x, and dashed lines (value at x = 0, slope) from 0 on."""
     with plt.rc_context(_STYLE):
         _, ax = plt.subplots(figsize=(7, 3.6), layout="constrained")
         end = max(x for each in points.values() for x in each)
@@ -132,7 +132,7 @@ def bars(
     reference: tuple[str, float] | None = None,
     one_color: bool = False,
 ) -> None:
-    """Horizontal bars with their values; `reference` is a labelled vertical line.
+    """Draw horizontal bars with their values; `reference` is a labelled vertical line.
 
     one_color: for all bars, also for names that have a colour of their own elsewhere.
     """
@@ -156,7 +156,7 @@ def bars(
 def stacked_bars(
     rows: Mapping[str, Mapping[str, float]], title: str, xlabel: str
 ) -> None:
-    """Horizontal bars made of parts, with their totals; every row has the same parts."""
+    """Draw horizontal bars made of parts, with totals; every row has the same parts."""
     with plt.rc_context(_STYLE):
         height = 1.3 + 0.4 * len(rows)
         _, ax = plt.subplots(figsize=(7, height), layout="constrained")
@@ -181,7 +181,7 @@ def ranges(
     title: str,
     xlabel: str,
 ) -> None:
-    """Horizontal bars from a low to a high end, and a dot per row.
+    """Draw horizontal bars from a low to a high end, and a dot per row.
 
     Args:
         rows: by name, a (low, high) for each label; later ones thinner, on top.
@@ -219,7 +219,7 @@ def timeline(
     marks: Mapping[str, float] | None = None,
     kinds: Sequence[str] = (),
 ) -> None:
-    """Spans over time from 0 on: per row a list of (start, end, label).
+    """Draw spans over time from 0 on: per row a list of (start, end, label).
 
     `marks` are labelled vertical lines: what happened when. A row has a colour of its own,
     or that of the one of `kinds` with which its name begins.
@@ -256,7 +256,7 @@ def timeline(
 
 
 def _mark(ax: plt.Axes, marks: Mapping[str, float]) -> None:
-    """Labelled vertical lines; each label has a height of its own above the axes."""
+    """Draw labelled vertical lines; each label has a height of its own above the axes."""
     middle = sum(ax.get_xlim()) * 0.6
     # No line may cross a label: of those that stand right of their line, the last one is
     # lowest, and of those that stand left of it, the last one is highest.
@@ -284,7 +284,7 @@ def _mark(ax: plt.Axes, marks: Mapping[str, float]) -> None:
 
 
 def images(pictures, labels: Sequence, columns: int = 10) -> None:
-    """A grid of images of shape [n, channels, height, width], each with its label."""
+    """Draw a grid of images of shape [n, channels, height, width], each with its label."""
     with plt.rc_context(_STYLE):
         rows = -(-len(pictures) // columns)
         size = (columns * 0.75, rows * 0.95)

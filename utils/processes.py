@@ -29,7 +29,7 @@ RAY_AT_IMPORT = {
     # every epoch again, and packs files into tasks of 128 MiB. 02/03 measures both.
     "RAY_DATA_USE_DATASOURCE_V2": "0",
     # Raylets' notes, full of pids and addresses, reach a driver even if
-    # log_to_driver=False. Of what died, whoever waits for it gets an exception. On a slow
+    # log_to_driver=False. Whoever waits for one that died gets an exception. On a slow
     # machine Ray warns of many started processes, which is no fault. Two notes of
     # Ray Train's workers repeat every report, and hide what a script prints between them.
     "RAY_DEDUP_LOGS_SKIP_REGEX": (
@@ -88,7 +88,7 @@ def prepare() -> bool:
 
 
 def spill_until(total: int) -> float:
-    """The used share of a disk of `total` bytes up to which Ray may write objects to it.
+    """Return up to which used share of a disk of `total` bytes Ray may write objects to it.
 
     Ray stops at 95%: on a disk of 1 TB with 50 GB free, `ray.put` raises "Local disk is
     full". Here it stops where less than 2 GiB are free, if that is later.

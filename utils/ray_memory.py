@@ -72,7 +72,7 @@ class sample_memory:
 def growth(
     before: list[Sample], after: list[Sample], only: set[int] | None = None
 ) -> int:
-    """How many bytes more Ray's processes have at their peaks in `after` than in `before`.
+    """Return how many bytes Ray's processes have more at their peaks, after than before.
 
     Summed over the processes that live in every sample of both. Ray starts and ends worker
     processes as it needs them, about 130 MB each: in a sum over all, a start would look
@@ -87,7 +87,7 @@ def growth(
 
 
 def private_bytes(process: psutil.Process) -> int:
-    """Resident memory of a process that it shares with no other; 0 once it has ended."""
+    """Return a process' resident memory that it shares with no other; 0 once it ended."""
     try:
         memory = process.memory_info()
         return memory.rss - getattr(memory, "shared", 0)  # `shared` is known on Linux
@@ -96,7 +96,7 @@ def private_bytes(process: psutil.Process) -> int:
 
 
 def used_memory() -> int:
-    """Bytes in use, of this machine or of the container that it is, as a node counts them.
+    """Return the bytes in use, of this machine or its container, as a node counts them.
 
     For a machine `ray._private.utils` counts less than Ray's own memory monitor does: 0.6
     GiB of 24 were seen. The monitor takes what is not available.
@@ -107,5 +107,5 @@ def used_memory() -> int:
 
 
 def share_of_memory(nbytes: int) -> float:
-    """`nbytes` over all there are, for Ray's variable `RAY_memory_usage_threshold`."""
+    """Return `nbytes` over all there are, for Ray's `RAY_memory_usage_threshold`."""
     return nbytes / get_system_memory()

@@ -97,11 +97,11 @@ class _Finder:
         return _Module(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing: the module is empty."""
+        """Do nothing: the module is empty."""
 
 
 def stand_in(*packages: str) -> None:
-    """From now on imports of these packages find stand-ins, also if they are installed.
+    """Let imports of these packages find stand-ins, also if they are installed.
 
     For a process of its own: what was imported from a stand-in stays one.
     """

@@ -9,7 +9,7 @@ from IPython.display import Markdown
 
 
 def source(*objects) -> Markdown:
-    """The source code of functions or classes, highlighted."""
+    """Show the source code of functions or classes, highlighted."""
     code = "\n\n".join(inspect.getsource(each).rstrip() for each in objects)
     return Markdown(f"```python\n{code}\n```")
 
@@ -20,7 +20,7 @@ def diff(
     functions: tuple[str, str] | None = None,
     context: int = 2,
 ) -> Markdown:
-    """What changes from file `old` to file `new`, as a unified diff.
+    """Show what changes from file `old` to file `new`, as a unified diff.
 
     `functions` names one function of each file to compare, instead of the whole files;
     `context` is the number of unchanged lines to show around each change.
@@ -45,7 +45,7 @@ def diff(
 
 
 def function_source(text: str, name: str) -> str:
-    """The source of the top-level function or class `name` of a module's `text`.
+    """Return the source of a top-level function or class of a module's `text`.
 
     Raises:
         ValueError: there is none of that name.

@@ -90,16 +90,11 @@ def _look(ranks: list[Path]) -> tuple[float, list[str]] | None:
 
 
 def _answer_into(folder: Path, work: Callable[..., Any], args: tuple) -> Any:
-    """On a rank: send stderr, where faulthandler writes, into a file, and call `work`.
-
-    All ranks call it at once, however long one of them took to start.
-    """
+    """Send stderr, where faulthandler writes, into a file on a rank, and call `work`."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until `work` registers it
     own = folder / os.environ["RANK"]
     os.dup2(os.open(own, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
     temporary = own.with_suffix(".tmp")
     temporary.write_text(str(os.getpid()))
     temporary.rename(own.with_suffix(".pid"))
-    while len(list(folder.glob("*.pid"))) < int(os.environ["WORLD_SIZE"]):
-        time.sleep(0.01)
     return work(*args)

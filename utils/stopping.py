@@ -95,7 +95,7 @@ def what_next(folder: Path | None) -> str:
 
 @contextlib.contextmanager
 def passed_on(file: Path) -> Iterator[None]:
-    """While inside, SIGTERM to this program makes `file`, where its workers look.
+    """Let SIGTERM to this program make `file`, where its workers look, while inside.
 
     Once: a second SIGTERM ends it as usual.
     """

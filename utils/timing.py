@@ -76,7 +76,7 @@ def training_flops(
     attention: tuple[float, float, float] = (0, 0, 0),
     checkpointing: bool = False,
 ) -> float:
-    """FLOPs of forward and backward pass: 6 for every parameter and token.
+    """Return the FLOPs of forward and backward: 6 for every parameter and token.
 
     Args:
         parameters: of the model.
@@ -95,12 +95,12 @@ def training_flops(
 
 
 def groups(strategy: str, layers: int) -> int:
-    """Groups of parameters that FSDP2 gathers: one per layer, and the rest of the model."""
+    """Return the number of groups that FSDP2 gathers: one per layer, and the rest."""
     return layers + 1 if strategy.startswith("fsdp2") else 0
 
 
 def ddp_buckets(layers: int, parameters: float, bucket_mb: float = 25) -> int:
-    """Buckets in which DDP sends the gradients of a GPT, in float32.
+    """Return the number of buckets in which DDP sends a GPT's gradients, in float32.
 
     DDP closes a bucket once it holds `bucket_mb` MiB (`bucket_cap_mb`), and splits no
     tensor: a matrix that is larger is a bucket by itself. Counted are the matrices of the
@@ -126,7 +126,7 @@ def ddp_buckets(layers: int, parameters: float, bucket_mb: float = 25) -> int:
 def messages_per_trip(
     strategy: str, layers: int, parameters: float = 0, bucket_mb: float = 25
 ) -> int:
-    """Collectives in which all parameters (or gradients) go past a rank once.
+    """Return the collectives in which all parameters (or gradients) pass a rank once.
 
     FSDP2 and ZeRO-3 make one per group, one of which is each layer; so does what shards
     like them. DDP sends buckets (see `ddp_buckets`), ZeRO-1 and ZeRO-2 buckets of 5e8
@@ -150,7 +150,7 @@ def messages_per_trip(
 def messages(
     strategy: str, layers: int, parameters: float = 0, bucket_mb: float = 25
 ) -> int:
-    """Collectives of a step, each trip for itself: an all-reduce makes two.
+    """Return the collectives of a step, each trip for itself: an all-reduce makes two.
 
     `strategy` is a key of `utils.comms.TRIPS`; the others as in `messages_per_trip`.
     """
@@ -159,7 +159,7 @@ def messages(
 
 
 def predict(work: Work, machine: Machine) -> Seconds:
-    """The bounds of a step. On CPUs, whose cores both compute and send, take `exposed`."""
+    """Return the bounds of a step. On CPUs, whose cores also send, take `exposed`."""
     computing = work.flops / machine.flops + work.state / machine.memory
     computing += work.layers * machine.start + work.groups * machine.group
     sending = work.sent / machine.bandwidth + work.messages * machine.latency
@@ -167,7 +167,7 @@ def predict(work: Work, machine: Machine) -> Seconds:
 
 
 def fit(works: Sequence[Work], seconds: Sequence[float]) -> Machine:
-    """The machine whose steps come nearest, all exposed; no constant is negative.
+    """Return the machine whose steps come nearest, all exposed; no constant is negative.
 
     Least squares of the relative errors, so that short steps count as much as long ones. A
     constant that the steps do not need (a column of zeros) costs nothing: its rate is inf.
@@ -191,7 +191,7 @@ def fit(works: Sequence[Work], seconds: Sequence[float]) -> Machine:
 
 
 def h100_ring(gpus: int, nodes: int | None = None, protocol: str = "Simple") -> Ring:
-    """A ring over H100 GPUs, by data sheets and by NCCL's own estimate of a message.
+    """Return a ring of H100 GPUs, by data sheets and NCCL's own estimate of a message.
 
     NVLink moves 450 GB/s each way. Between nodes each GPU has a network card of 50 GB/s,
     and a ring uses the cards of all its GPUs. A message takes a fixed time, and more for
@@ -217,7 +217,7 @@ def h100_ring(gpus: int, nodes: int | None = None, protocol: str = "Simple") -> 
 
 
 def on_h100_rings(counted: Comms, ranks_per_node: int = 8) -> dict[str, float]:
-    """Seconds that the collectives of each kind take, one after another, on `h100_ring`.
+    """Return seconds of the collectives of each kind, one after another, on `h100_ring`.
 
     An all-reduce goes around its ring twice, so it pays for two messages. Node 0 has ranks
     0 to `ranks_per_node` - 1, and so on.
@@ -243,7 +243,7 @@ def on_h100_rings(counted: Comms, ranks_per_node: int = 8) -> dict[str, float]:
 def h100_cluster(
     gpus: int, utilisation: float = 0.4, protocol: str = "Simple"
 ) -> Machine:
-    """H100 GPUs in one ring, as in `h100_ring`; `utilisation` is the share of peak FLOPs.
+    """Return H100 GPUs in one ring; `utilisation` is the share of peak FLOPs.
 
     The peak is 989 TFLOPs per second in bf16 (dense). No other price is known.
     """
@@ -252,7 +252,7 @@ def h100_cluster(
 
 
 def check_range(parameters: float, gpus: int, tokens: float) -> None:
-    """Whether runs of this size were among those that the model was checked against.
+    """Return whether runs of this size were among those that the model was checked with.
 
     `tokens` are those of one GPU in one pass. Each of the three counts by itself.
 

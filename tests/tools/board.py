@@ -96,7 +96,7 @@ def take_picture(logs: Path, picture: Path) -> None:
 
 
 def runs_read(page: str) -> bool:
-    """Whether TensorBoard is up, and has read all runs."""
+    """Return whether TensorBoard is up, and has read all runs."""
     try:
         return len(json.load(urlopen(f"{page}/data/runs"))) == RANKS + 1
     except OSError:  # it is not up yet

@@ -60,7 +60,7 @@ def take(step: Step) -> Result:
 
 
 def table(results: Iterable[Result], machine: dict[str, str]) -> str:
-    """Markdown: on what it ran, and a row for each step."""
+    """Return Markdown: on what it ran, and a row for each step."""
 
     def cell(text: str) -> str:
         return " ".join(text.replace("|", "/").split())
@@ -73,7 +73,7 @@ def table(results: Iterable[Result], machine: dict[str, str]) -> str:
 
 
 def machine() -> dict[str, str]:
-    """GPUs, driver, versions."""
+    """Return GPUs, driver and versions."""
     import torch
 
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version"]
@@ -128,7 +128,7 @@ def alone(function: Callable[[], str]) -> str:
 
 
 def speed() -> str:
-    """Naive against tuned, and the share of the GPU's arithmetic that tuned uses."""
+    """Compare naive with tuned, and say what share of the GPU's arithmetic tuned uses."""
     from tests.tools.benchmarks.steps import gpt2_on_gpu
 
     rows = gpt2_on_gpu()
@@ -141,7 +141,7 @@ def speed() -> str:
 
 
 def memory(device: str = "cuda", shape=None, texts: int = 1) -> str:
-    """State of a step on one device beside the formula, and the peak of that step.
+    """Measure a step's state on a device beside the formula, and the step's peak.
 
     Raises:
         AssertionError: the allocator counts other bytes than the formula.
@@ -172,7 +172,7 @@ def memory(device: str = "cuda", shape=None, texts: int = 1) -> str:
 
 
 def script_steps(gpus: int) -> list[Step]:
-    """The scripts to take away, under torchrun and with Ray, a worker on every GPU."""
+    """Return the scripts to take away, under torchrun and Ray, with all GPUs."""
     with_data = scripts.TRAIN_RAY_DDP_WITH_RAY_DATA
     commands = {
         "train_ddp.py, torchrun": (*TORCHRUN, gpus, scripts.TRAIN_DDP),
@@ -187,7 +187,7 @@ def script_steps(gpus: int) -> list[Step]:
 
 
 def steps(gpus: int) -> list[Step]:
-    """All of them, the shortest first."""
+    """Return all steps, the shortest first."""
     books = [
         Step(str(path.relative_to(scripts.ROOT)), partial(notebook, path))
         for path in notebooks.all_notebooks()

@@ -113,7 +113,7 @@ class Seat:
 
 
 def xsrf(page: str) -> str:
-    """The number that a form of the hub has to send back."""
+    """Return the number that a form of the hub has to send back."""
     found = re.search(r'name="_xsrf" value="([^"]+)"', page)
     found = found or re.search(r'xsrf_token: "([^"]+)"', page)
     if not found:

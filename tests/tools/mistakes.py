@@ -64,7 +64,7 @@ def all_mistakes() -> list[Mistake]:
 
 
 def with_mistake(mistake: Mistake, root: Path = ROOT) -> str:
-    """The text of the file with the mistake in it; of a notebook, in one of its cells.
+    """Return a file's text with the mistake in it; of a notebook, in one of its cells.
 
     Raises:
         ValueError: what it changes does not stand there exactly once.
@@ -104,7 +104,7 @@ def copy_workshop(target: Path) -> None:
 
 @contextlib.contextmanager
 def made(mistake: Mistake, copy: Path) -> Iterator[None]:
-    """The mistake stands in the copy inside the block."""
+    """Keep the mistake in the copy while inside."""
     path = copy / mistake.file
     before = path.read_bytes()
     path.write_text(with_mistake(mistake, copy))
@@ -150,12 +150,12 @@ def run(copy: Path, *tests: str, timeout: float = TIMEOUT_S) -> Run:
 
 
 def rejects(found: Run, mistake: Mistake) -> bool:
-    """Whether the test itself failed, for the reason that the mistake gives it."""
+    """Return whether the test failed, for the reason that the mistake gives it."""
     return found.status == 1 and bool(re.search(mistake.says, found.said))
 
 
 def reason(found: Run, mistake: Mistake) -> str:
-    """The line of what the test said that shows the mistake."""
+    """Return the line of what the test said that shows the mistake."""
     lines = [line.strip(" >|") for line in found.said.splitlines()]
     line = next((line for line in lines if re.search(mistake.says, line)), lines[0])
     line = re.sub(r"/\S+/", "", line.removeprefix("E").strip())
@@ -163,7 +163,7 @@ def reason(found: Run, mistake: Mistake) -> str:
 
 
 def table(rows: list[tuple[Mistake, Run]], together: float) -> str:
-    """The table that is published, in Markdown."""
+    """Return the table that is published, in Markdown."""
     lines = [
         "# Mistakes, and the test that rejects each",
         "",

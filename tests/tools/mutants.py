@@ -54,61 +54,109 @@ _SHARES = ["batches_that_cannot_be_shared_are_refused"]
 _SHARES += ["the_shares_of_all_ranks_are_the_batch_and_every_epoch_has_its_order"]
 _DIGITS = ["digits", "splits_are_fixed_and_together_the_whole_file", "unknown_names"]
 _DIGITS += ["pictures_show_their_labels", "damaged_file_is_named"]
-_SCRIPTS = "tests/test_training_scripts.py"
-_IMAGES = [
-    f"{_SCRIPTS}::test_{name}"
-    for name in (
-        "every_test_image_counts_once",
-        "evaluation_sees_the_model_as_it_predicts_and_leaves_it_training",
-        "the_loss_of_an_epoch_is_the_mean_over_ranks_and_steps",
-        "a_step_is_one_of_gradient_descent",
-        "ddp_trains_on_every_image_once_and_from_the_same_weights",
-        "only_rank_0_writes_the_checkpoint",
-        "a_checkpoint_is_loaded_to_the_cpu",
-        "an_epoch_ends_after_the_step_at_which_ranks_agree_to_stop",
-    )
+_BY_VALUE = ["the_processes_of_a_loader_get_a_dataset_that_they_cannot_import"]
+_EQUAL = "tests/test_scripts_agree.py::test_functions_of_several_scripts_are_equal"
+_CHECKPOINTS = "tests/test_sharding_checkpoints.py"
+_SCRIPTS = "tests/test_training_scripts.py::test_"
+# of every script with images, and of those that deal out a list of them
+_EPOCHS = [
+    "evaluation_sees_the_model_as_it_predicts_and_leaves_it_training",
+    "the_loss_of_an_epoch_is_the_mean_over_ranks_and_steps",
+    "a_step_is_one_of_gradient_descent",
+    "an_epoch_ends_after_the_step_at_which_ranks_agree_to_stop",
+    "a_checkpoint_is_loaded_to_the_cpu",
+    "only_rank_0_writes_the_checkpoint",
+    "noise_goes_on_from_a_checkpoint",
 ]
-# what one script's tests show is true of the other where their functions are the same
-_IMAGES += ["tests/test_scripts_agree.py::test_functions_of_several_scripts_are_equal"]
-_TEXT = [
-    f"{_SCRIPTS}::test_{name}"
-    for name in (
-        "evaluation_sees_the_model_as_it_predicts_and_leaves_it_training",
-        "all_ranks_resume_from_what_rank_0_finds",
-        "fsdp2_gathers_one_block_at_a_time",
-        "gradients_are_clipped_by_their_norm_over_all_ranks",
-        "offloaded_shards_are_built_on_meta_and_train_the_same",
-        "two_ranks_train_like_one[train_fsdp2]",
-    )
+_LISTED = [
+    "epochs_go_on_where_they_were_and_are_evaluated_and_saved",
+    "what_a_loader_draws_is_other_on_each_rank_and_in_each_epoch",
 ]
+_STEPS = [
+    "evaluation_sees_the_model_as_it_predicts_and_leaves_it_training",
+    "steps_go_on_where_they_were_and_are_printed_and_saved",
+    "all_ranks_resume_from_what_rank_0_finds",
+    "two_ranks_train_like_one",
+]
+
+
+def _of(script: str, names: list[str], *more: str) -> list[str]:
+    """Return tests of a script, and others; what comes first is tried first."""
+    found = [f"{_SCRIPTS}{name}[{script}]" for name in names]
+    return found + [each if "::" in each else _SCRIPTS + each for each in more]
+
+
 # of a module: the functions that are changed (none named: all), and the tests that see them
 MODULES = {
-    "utils/comms.py": ([], ["tests/test_comms.py"]),
-    "utils/memory.py": ([], ["tests/test_memory.py"]),
-    "utils/timing.py": ([], ["tests/test_timing.py"]),
-    "utils/datasets/__init__.py": ([], [f"{_DATA}::test_unknown_names"]),
-    "utils/datasets/batches.py": ([], [f"{_DATA}::test_{name}" for name in _SHARES]),
-    "utils/datasets/downloaded.py": ([], [_DATA]),
-    "utils/datasets/shards.py": ([], ["tests/test_shards.py"]),
+    "utils/comms.py": ("", ["tests/test_comms.py"]),
+    "utils/memory.py": ("", ["tests/test_memory.py"]),
+    "utils/timing.py": ("", ["tests/test_timing.py"]),
+    "utils/datasets/__init__.py": ("", [f"{_DATA}::test_unknown_names"]),
+    "utils/datasets/batches.py": ("", [f"{_DATA}::test_{name}" for name in _SHARES]),
+    "utils/datasets/downloaded.py": ("", [_DATA]),
+    "utils/datasets/shards.py": ("", ["tests/test_shards.py"]),
     "utils/datasets/shipped.py": (
-        [],
+        "",
         ["tests/test_text.py", *(f"{_DATA}::test_{name}" for name in _DIGITS)],
     ),
+    "utils/datasets/by_value.py": ("", [f"{_DATA}::test_{name}" for name in _BY_VALUE]),
     "01-ddp-pytorch-only/train_ddp.py": (
-        ["load_data", "build", "train_epoch", "train_step", "evaluate"],
-        _IMAGES,
+        "load_data build train train_epoch train_step evaluate save_checkpoint "
+        "load_checkpoint",
+        _of(
+            "train_ddp",
+            _EPOCHS + _LISTED,
+            "every_test_image_counts_once",
+            "ddp_trains_on_every_image_once_and_from_the_same_weights",
+        ),
     ),
+    # what one script's tests show is true of the other where their functions are equal
     "02-ddp-pytorch-ray/train_ray_ddp.py": (
-        ["train_epoch", "train_step", "evaluate"],
-        _IMAGES,
+        "load_data train_fn train_epoch train_step evaluate report load_latest",
+        _of("train_ray_ddp", _EPOCHS + _LISTED, _EQUAL),
     ),
     "02-ddp-pytorch-ray/train_ray_ddp_with_ray_data.py": (
-        ["train_epoch", "train_step", "evaluate"],
-        [*_IMAGES, "tests/test_ray_data_script.py::test_an_epoch_stays_on_its_device"],
+        "train_fn train_epoch train_step evaluate report load_latest",
+        _of(
+            "train_ray_ddp_with_ray_data",
+            _EPOCHS,
+            "every_test_image_counts_once",
+            "epochs_of_a_stream_are_evaluated_and_reported",
+            "tests/test_ray_data_script.py::test_an_epoch_stays_on_its_device",
+            _EQUAL,
+        ),
     ),
     "03-fsdp-deepspeed/train_fsdp2.py": (
-        ["build", "shard", "train_steps", "train_step", "evaluate", "export"],
-        _TEXT,
+        "train build shard train_steps mean_of_ranks train_step evaluate "
+        "save_checkpoint finish state_of is_whole resume last_checkpoint "
+        "load_checkpoint export",
+        _of(
+            "train_fsdp2",
+            _STEPS,
+            "fsdp2_gathers_one_block_at_a_time",
+            "gradients_are_clipped_by_their_norm_over_all_ranks",
+            "a_full_disk_in_the_background_is_said",
+            "a_half_written_checkpoint_is_not_taken",
+            "only_rank_0_writes_the_checkpoint[train_fsdp2]",
+            "offloaded_shards_are_built_on_meta_and_train_the_same",
+            "what_is_saved_in_the_background_is_the_state_of_its_step",
+            "no_rank_ever_holds_the_whole_model[build_fsdp2]",
+        ),
+    ),
+    "03-fsdp-deepspeed/train_deepspeed.py": (
+        "train build make_engine train_steps mean_of_ranks train_step evaluate "
+        "save_checkpoint last_checkpoint is_whole export checkpoint_to_load "
+        "resume load_checkpoint",
+        _of(
+            "train_deepspeed",
+            _STEPS,
+            "a_half_written_checkpoint_is_not_taken",
+            "no_rank_ever_holds_the_whole_model[build_zero3]",
+            f"{_CHECKPOINTS}::test_zero_names_a_checkpoint_only_when_all_ranks_have_"
+            "written_it",
+            f"{_CHECKPOINTS}::test_what_zero_exports_is_what_its_ranks_hold",
+            _EQUAL,
+        ),
     ),
 }
 
@@ -124,7 +172,7 @@ class Mutant(NamedTuple):
 
 
 def mutants_of(source: str, functions: list[str], seed: int = 0) -> list[Mutant]:
-    """All mutants of a module: one for each place and kind of change.
+    """Return all mutants of a module: one for each place and kind of change.
 
     Left out are messages of exceptions, and annotations: they change no number.
     """
@@ -211,7 +259,7 @@ def _our_own(source: str, tree: ast.AST) -> Iterator[tuple]:
 
 
 def _replaced(source: str, span: tuple, by: str) -> str:
-    """The source with other text there; columns are those of ast, in bytes."""
+    """Return the source with other text there; columns are those of ast, in bytes."""
     (first, start), (last, end) = span
     lines = source.encode().splitlines(keepends=True)
     before = b"".join(lines[: first - 1]) + lines[first - 1][:start]
@@ -220,7 +268,7 @@ def _replaced(source: str, span: tuple, by: str) -> str:
 
 
 def _parses(text: str) -> bool:
-    """Whether Python takes it without a warning, as it gives for `1 is 2`."""
+    """Return whether Python takes it without a warning, as it gives for `1 is 2`."""
     with contextlib.suppress(SyntaxError), warnings.catch_warnings():
         warnings.simplefilter("error")
         return bool(compile(text, "mutant", "exec"))
@@ -247,7 +295,7 @@ def warm_up() -> None:
 
 
 def passes(copy: Path, tests: list[str]) -> bool:
-    """Whether tests of the copy pass, run in a fork of this process."""
+    """Return whether tests of the copy pass, run in a fork of this process."""
     child = os.fork()
     if child == 0:
         _run_tests(copy, tests)
@@ -293,7 +341,7 @@ def try_module(name: str, copy: Path, before: dict | None = None) -> dict:
 
     before: what it held; then only those are tried again that no test rejected.
     """
-    functions, tests = MODULES[name]
+    functions, tests = MODULES[name][0].split(), MODULES[name][1]
     start, path = time.monotonic(), copy / name
     source = path.read_text()
     if not passes(copy, tests):
@@ -321,7 +369,7 @@ def try_module(name: str, copy: Path, before: dict | None = None) -> dict:
 
 
 def section(results: dict[str, dict], reasons: list[dict]) -> str:
-    """The section of MISTAKES.md: counts, and why mutants are not rejected."""
+    """Return the section of MISTAKES.md: counts, and why mutants are not rejected."""
     out = io.StringIO()
     print(HEADING, "", sep="\n", file=out)
     print(

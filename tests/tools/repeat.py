@@ -112,7 +112,7 @@ def with_ray() -> list[str]:
 
 @contextlib.contextmanager
 def busy(loops: int) -> Iterator[list[subprocess.Popen]]:
-    """While inside, so many processes take all the CPU that they get."""
+    """Let so many processes take all the CPU that they get, while inside."""
     started = []
     try:
         for _ in range(loops):

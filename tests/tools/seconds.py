@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.patience import PATIENCE
 from tests.tools import notebooks
 from tests.tools.notebooks import all_notebooks, code, electives
 
@@ -49,14 +50,20 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
     if name := config.getoption("--note-run"):
         said = f"make {name}: {took:.0f} s"
         if exitstatus == 0:
-            fit = warm_fit()
-            note_run(name, seconds=took, fit=fit, tests=len(by_test))
-            said += f" = {took / fit:.0f} warm fits with two workers ({fit:.1f} s each)"
+            try:
+                fit = warm_fit()
+            except subprocess.SubprocessError as error:  # no test has failed by it
+                said += f"; no warm fit was measured: {error}"
+            else:
+                note_run(name, seconds=took, fit=fit, tests=len(by_test))
+                said += (
+                    f" = {took / fit:.0f} warm fits of two workers ({fit:.1f} s each)"
+                )
         terminalreporter.write_line(said)
 
 
 def warm_fit() -> float:
-    """Seconds of a fit that trains nothing, in a Ray of its own."""
+    """Return the seconds of a fit that trains nothing, in a Ray of its own."""
     command = [sys.executable, "-m", "tests.tools.warm_fit"]
     done = subprocess.run(
         command,
@@ -65,7 +72,7 @@ def warm_fit() -> float:
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        timeout=300,
+        timeout=PATIENCE,
         check=True,
     )
     return float(done.stdout.splitlines()[-1])
@@ -78,7 +85,7 @@ def note_run(name: str, **measured: float) -> None:
 
 
 def noted_runs() -> dict[str, dict[str, float]]:
-    """By command ("test", "test-all", "test-weekly"), what its last whole run took.
+    """Return what the last whole run took of each command ("test", "test-all").
 
     Each has "seconds" (from the start of Python to the last test), "fit" (seconds of a
     warm fit with two workers, measured after it) and "tests" (how many, with cells of
@@ -93,7 +100,7 @@ def noted_runs() -> dict[str, dict[str, float]]:
 
 
 def all_sources() -> list[str]:
-    """The code of this repository: modules, scripts, and cells of notebooks."""
+    """Return the code of this repository: modules, scripts, and cells of notebooks."""
     root = notebooks.ROOT
     modules = [*root.glob("*.py"), *root.glob("utils/**/*.py")]
     modules += [*root.glob("tests/**/*.py"), *root.glob("0*/*.py")]
@@ -119,7 +126,7 @@ def note_cells(by_test: dict[str, float]) -> None:
 
 
 def noted_cells() -> dict[str, list[tuple[str, float]]]:
-    """Source and seconds of every cell, by notebook, where it has not changed since."""
+    """Return source and seconds of each cell, of notebooks that have not changed since."""
     noted = _read(CELLS)
     found = {}
     for path in all_notebooks() + electives():

@@ -17,7 +17,7 @@ from ray.train.torch import TorchTrainer
 
 
 def seconds() -> float:
-    """Of one fit in the Ray that runs."""
+    """Return the seconds of one fit in the Ray that runs."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         TorchTrainer(

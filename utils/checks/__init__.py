@@ -63,7 +63,7 @@ def check(name: str, answer: Any) -> None:
 
 
 def _does_nothing(answer: Any) -> bool:
-    """Whether it is a function whose body is still `...`, which does what `None` does."""
+    """Return whether a function's body is still `...`, which does what `None` does."""
     code, empty = getattr(answer, "__code__", None), (lambda: None).__code__
     return code is not None and (code.co_code, code.co_consts) == (
         empty.co_code,

@@ -21,7 +21,7 @@ class Exercise:
     mistakes: Mapping[float, str] = field(default_factory=dict)
 
     def judge(self, answer: Any) -> tuple[bool, str]:
-        """Whether the answer is right, and what is wrong with it, if that is known."""
+        """Return whether the answer is right, and what is wrong, if that is known."""
         verdict = self.is_right(answer)
         if isinstance(verdict, str):
             return False, verdict
@@ -33,13 +33,13 @@ class Exercise:
         return False, ""
 
     def next_hint(self, number: int) -> str:
-        """The hint for the `number`-th time that one is needed, from 0; then the last."""
+        """Return the hint for the `number`-th time, from 0; then the last."""
         hints = (self.hint,) if isinstance(self.hint, str) else self.hint
         return hints[min(number, len(hints) - 1)] if number >= 0 else ""
 
 
 def cases(*expected: tuple[tuple, Any]) -> Callable[[Callable], bool | str]:
-    """An `is_right` for a function: pairs of its arguments and of what it has to return.
+    """Return an `is_right` for a function: pairs of arguments, and what it must return.
 
     The first case that fails is named.
     """
@@ -70,7 +70,7 @@ def join(seconds: float = 20) -> tuple[int, int]:
 
 
 def stands_still(error: RuntimeError) -> bool:
-    """Whether it is gloo's: the others are elsewhere, or have ended.
+    """Return whether gloo gave it up, as another rank is elsewhere, or has ended.
 
     Of several operations that wait at once, one times out and closes the connections of
     all; which of the two the caller sees is chance.

@@ -6,7 +6,7 @@ from utils.checks.exercise import Exercise
 
 
 def _spares_biases_and_norms(groups: Callable) -> bool | str:
-    """Whether it parts a model's parameters as Transformers' `Trainer` does."""
+    """Return whether it parts a model's parameters as Transformers' `Trainer` does."""
     import torch  # here, not above: importing it takes 2 s
     from torch import nn
 

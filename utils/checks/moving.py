@@ -32,7 +32,7 @@ def _names_the_mistakes(answer) -> bool | str:
 
 
 def _script() -> parity.Training:
-    """The script of the lesson, as functions for one process; a batch in one piece."""
+    """Return the lesson's script as functions for one process; a batch in one piece."""
     import torch
     from torch import nn
     from torch.nn import functional as F
@@ -74,7 +74,7 @@ def _script() -> parity.Training:
 
 
 def _alone(training: parity.Training) -> tuple[parity.Record, parity.Record]:
-    """What one process does with the answer, and with the script."""
+    """Return what one process does with the answer, and with the script."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
@@ -85,7 +85,7 @@ def _alone(training: parity.Training) -> tuple[parity.Record, parity.Record]:
 
 
 def _moves_it(my_move: Callable) -> bool | str:
-    """Whether two workers train like one process, and that one what the script trains."""
+    """Return whether two workers train like one process, and that one like the script."""
     training = my_move()
     if not isinstance(training, parity.Training):
         found = type(training).__name__
@@ -120,7 +120,7 @@ def _trains_the_script(mine: parity.Record, theirs: parity.Record) -> bool | str
 
 
 def _is_sgd_with_momentum(record: parity.Record, momentum: float = 0.9) -> bool:
-    """Whether weights move as SGD moves them; sketches add up as tensors do."""
+    """Return whether weights move as SGD moves them; sketches add up as tensors do."""
     import torch
 
     tensor = functools.partial(torch.tensor, dtype=torch.float64)

@@ -59,7 +59,7 @@ def _finds_the_bug(answer: Any) -> bool | str:
 
 
 def _splits(share: Callable) -> bool | str:
-    """Whether `share(batch, rank, n)` gives each image to one rank, equally many to all."""
+    """Return whether `share(batch, rank, n)` gives each image to one of n, evenly."""
     for n in (2, 3, 4):
         batch = [10 * i for i in range(12)]
         returned = [share(list(batch), rank, n) for rank in range(n)]
@@ -110,7 +110,7 @@ def _blocks(share: Callable) -> bool | str:
 
 
 def _averages_at_once(average: Callable) -> bool | str:
-    """Whether `average(model)` averages all gradients with a single all-reduce."""
+    """Return whether `average(model)` averages all gradients with one all-reduce."""
     for n in (2, 3):
         found, calls = run_ranks(_average, n, average, timeout=60)[0]
         if found == "own":
@@ -125,7 +125,7 @@ def _averages_at_once(average: Callable) -> bool | str:
 
 
 def _average(average: Callable) -> tuple[str, int]:
-    """On a rank: what `average` leaves in the gradients, and its number of all-reduces."""
+    """Return what `average` leaves in a rank's gradients, and its number of all-reduces."""
     import torch
 
     from utils.comms import count_comms
@@ -149,7 +149,7 @@ def _average(average: Callable) -> tuple[str, int]:
 
 
 def _averaged_by_ddp(gradients: Callable) -> bool | str:
-    """Whether `gradients(model, x, y)` leaves the mean over all ranks, sent by DDP."""
+    """Return whether `gradients(model, x, y)` leaves the mean of all ranks, sent by DDP."""
     for n in (2, 3):
         for found, calls in run_ranks(_backward, n, gradients, timeout=60):
             if found == "own" and not calls:
@@ -167,7 +167,7 @@ def _averaged_by_ddp(gradients: Callable) -> bool | str:
 
 
 def _backward(gradients: Callable) -> tuple[str, int]:
-    """On a rank: what `gradients` leaves in .grad, and its number of all-reduces."""
+    """Return what `gradients` leaves in a rank's .grad, and its number of all-reduces."""
     import torch
     from torch.nn import functional as F
 
@@ -191,7 +191,7 @@ def _backward(gradients: Callable) -> tuple[str, int]:
 
 
 def _accumulates_and_sends_once(backward_in_parts: Callable) -> bool | str:
-    """Whether `backward_in_parts(model, parts)` leaves the mean and sends it only once."""
+    """Return whether `backward_in_parts(model, parts)` leaves the mean, sent only once."""
     found = run_ranks(_accumulate, 2, backward_in_parts, timeout=60)
     ratios, calls, held = zip(*found)
     if any(abs(ratio - 3) < 1e-4 for ratio in ratios):
@@ -248,7 +248,7 @@ def _accumulate(backward_in_parts: Callable) -> tuple[float, int, int]:
 
 
 def _two_efficiencies(efficiencies: Callable) -> bool | str:
-    """Whether it returns strong and weak scaling, in this order."""
+    """Return whether it returns strong and weak scaling, in this order."""
     share, together, many, n = 0.1, 0.28, 0.125, 4  # seconds of a step, workers
     strong, weak = together / many / n, share / many
     got = [round(float(each), 6) for each in efficiencies(share, together, many, n)]
@@ -302,7 +302,7 @@ def _reads_stacks(answer: Any) -> bool | str:
 
 
 def _resumes_undisturbed(save: Callable) -> bool | str:
-    """Whether training goes on from `save(model, optimizer, scheduler)` to the same end."""
+    """Return whether training goes on from what `save` returns, and ends the same."""
     import torch
 
     def build():
@@ -340,7 +340,7 @@ def _resumes_undisturbed(save: Callable) -> bool | str:
 
 
 def _ends_on_all_ranks(mean_over_ranks: Callable) -> bool | str:
-    """Whether `mean_over_ranks(value)` ends on all ranks: the mean on 0, None elsewhere."""
+    """Return whether `mean_over_ranks(value)` ends everywhere: the mean on 0, else None."""
     for n in (2, 3):
         results = run_ranks(_call, n, mean_over_ranks, timeout=60)
         if "stands still" in results:

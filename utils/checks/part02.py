@@ -21,7 +21,7 @@ class _Add:
 
 
 def _finds_the_other_folder(all_share) -> bool | str:
-    """Whether three ranks agree on whether one of them has a folder of its own."""
+    """Return whether three ranks agree on whether one of them has a folder of its own."""
     import tempfile
 
     for odd in (None, 0, 1, 2):
@@ -51,7 +51,7 @@ def _shares(all_share, folders: list[str]) -> bool:
 
 
 def _runs_to_the_end(run: Callable) -> bool | str:
-    """Whether it submits again after a failure alone, and not before the job has ended."""
+    """Return whether it submits anew after a failure alone, once the job has ended."""
     for ends, tries, jobs, succeeds in (
         (("SUCCEEDED",), 3, 1, True),
         (("FAILED", "SUCCEEDED"), 3, 2, True),
@@ -96,7 +96,7 @@ class _Jobs:
 
 
 def _runs_all_at_once(run_all) -> bool | str:
-    """Whether it submits every task before it waits for the first result."""
+    """Return whether it submits every task before it waits for the first result."""
     import ray  # here, not above: part 01 has no need of it
 
     done = []
@@ -122,7 +122,7 @@ def _runs_all_at_once(run_all) -> bool | str:
 
 
 def _adds_in_rounds(tree_sum) -> bool | str:
-    """Whether it adds all, in as few rounds as halving takes."""
+    """Return whether it adds all, in as few rounds as halving takes."""
     for count, rounds in ((1, 0), (2, 1), (5, 3), (8, 3)):
         total, depth = tree_sum(_Add, [(n, 0) for n in range(count)])
         if total != sum(range(count)):
@@ -164,7 +164,7 @@ def _counts_labels(label_counts) -> bool | str:
 
 
 def _looks_up_once(lookup) -> bool | str:
-    """Whether `__init__` makes the table, and `__call__` uses it for every batch."""
+    """Return whether `__init__` makes the table, and `__call__` uses it for each batch."""
     made = []
 
     def make_table() -> np.ndarray:
@@ -179,7 +179,7 @@ def _looks_up_once(lookup) -> bool | str:
 
 
 def _counts_each_row_once(accuracy: Callable) -> bool | str:
-    """Whether ranks that see one stream return its accuracy, and share the rows."""
+    """Return whether ranks that see one stream return its accuracy, and share the rows."""
     right = sum(CORRECT) / sum(LABELS)
     for n in (2, 3):
         found = run_ranks(_accuracy_of_stream, n, accuracy, timeout=60)
@@ -218,7 +218,7 @@ class _Watched(dict):
 
 
 def _accuracy_of_stream(accuracy: Callable) -> tuple[float | None, list[int]] | str:
-    """On a rank: what it returns of the stream, and the batches that it looked at."""
+    """Return what it finds of the stream on a rank, and the batches that it looked at."""
     import torch
 
     join(seconds=5)
@@ -240,7 +240,7 @@ def _accuracy_of_stream(accuracy: Callable) -> tuple[float | None, list[int]] | 
 
 
 def _goes_on_exactly(answer: tuple[Callable, Callable]) -> bool | str:
-    """Whether what `pack` saves and `unpack` loads continues a training bit for bit."""
+    """Return whether what `pack` saves lets `unpack` go on training bit for bit."""
     pack, unpack = answer
     same, weights, averages, rates, seen = run_ranks(
         _interrupted_and_undisturbed, 2, pack, unpack, timeout=60
@@ -266,7 +266,7 @@ def _goes_on_exactly(answer: tuple[Callable, Callable]) -> bool | str:
 
 
 def _interrupted_and_undisturbed(pack: Callable, unpack: Callable) -> tuple:
-    """On a rank: 3 steps, a restart and 3 more, against 6 steps.
+    """Train a rank for 3 steps, restart it and train 3 more; and for 6 steps.
 
     Returns whether they end with the same weights; whether weights and averages after the
     restart are those saved; the learning rates of both from there on; both positions.
@@ -328,7 +328,7 @@ def _same(ours: list, theirs: list) -> bool:
 
 
 def _shares_what_is_left(share: Callable) -> bool | str:
-    """Whether any number of ranks divides what is left of an epoch, whoever began it."""
+    """Return whether any number of ranks divides what is left, whoever began the epoch."""
     positions = ((0, 12), (5, 12), (31, 12), (8, 9))  # images seen, images of an epoch
     for n in (2, 3):
         for (seen, images), shares in zip(
@@ -340,7 +340,7 @@ def _shares_what_is_left(share: Callable) -> bool | str:
 
 
 def _problem(shares: tuple[list[int], ...], left: list[int]) -> str | None:
-    """What is wrong with the shares of all ranks, if anything is."""
+    """Return what is wrong with the shares of all ranks, if anything is."""
     dealt = [image for each in shares for image in each]
     if strange := sorted(set(dealt) - set(left)):
         return f"image {strange[0]} is not left in this epoch."
@@ -362,7 +362,7 @@ def _shares_at(share: Callable, positions: tuple) -> list[list[int]]:
 
 
 def _stops_together(anyone: Callable) -> bool | str:
-    """Whether three ranks end after the same step, if one of them wants to, or none."""
+    """Return whether three ranks end after the same step, if one wants to, or none."""
     asked = [[False] * 4, [False, False, True, False], [True, False, False, False]]
     none_asks = run_ranks(_steps_until, 3, anyone, [[False] * 4] * 3, timeout=60)
     if none_asks != [4, 4, 4]:
@@ -377,7 +377,7 @@ def _stops_together(anyone: Callable) -> bool | str:
 
 
 def _steps_until(anyone: Callable, asked: list[list[bool]]) -> int | str:
-    """On a rank: steps of a training that ends once `anyone(flag)` says so."""
+    """Return a rank's steps of a training that ends once `anyone(flag)` says so."""
     import torch
     import torch.distributed as dist
 

@@ -25,7 +25,7 @@ STAGE_2: dict[str, Any] = {
 
 
 def _small_gpt():
-    """The small GPT on the CPU, its number of parameters, and two texts for it."""
+    """Return the small GPT on the CPU, its number of parameters, and two texts for it."""
     import torch
 
     from utils.models import GPT, SMOKE
@@ -37,7 +37,7 @@ def _small_gpt():
 
 
 def _trips(config: dict) -> float:
-    """How often a step of DeepSpeed on two ranks moves all parameters past a rank."""
+    """Return how often a step of DeepSpeed on two ranks moves all parameters by one."""
     from torch.optim import AdamW
 
     from utils import comms, zero
@@ -62,7 +62,7 @@ def _makes_two_trips(my_config) -> bool | str:
 
 
 def _norm_at_stage_3(answer: Callable) -> tuple[float, float, float]:
-    """What the answer finds, the norm of all weights, and that of this rank's pieces."""
+    """Return what the answer finds, the norm of all weights, and that of this rank's."""
     import torch
     from torch.optim import AdamW
 
@@ -107,7 +107,7 @@ def _finds_the_norm(answer: Callable) -> bool | str:
 
 
 def _sent_and_held(wrap) -> tuple[float, float]:
-    """Trips of a step on two ranks, and the share of all state that a rank holds."""
+    """Return trips of a step on two ranks, and the share of all state that a rank holds."""
     import torch.distributed as dist
     from torch.optim import AdamW
 
@@ -134,7 +134,7 @@ def _sends_as_ddp_and_holds_half(wrap) -> bool | str:
 
 
 def _shards_in_nodes_of_four(wrap: Callable) -> bool | str:
-    """Whether rank 0 of 8, with the wrap of an answer, sends what HSDP (2 x 4) sends."""
+    """Return whether rank 0 of 8, with an answer's wrap, sends what HSDP (2 x 4) sends."""
     import torch
 
     from utils.checks.sharding import fake_ranks
@@ -238,7 +238,7 @@ def _sends_in_tensor_parallel(answer) -> bool | str:
 
 
 def _hides_sending(answer) -> bool | str:
-    """Computing of so many tokens takes as long as all that fsdp2 sends (2, 2, 4 bytes)."""
+    """Return whether computing takes as long as what fsdp2 (2, 2, 4 bytes) sends."""
     from utils import timing
 
     for billions, gpus, layers in ((7, 64, 32), (1.3, 512, 24), (20, 8, 44)):
@@ -256,7 +256,7 @@ def _hides_sending(answer) -> bool | str:
 
 
 def _is_the_row_of_hpz(answer) -> bool | str:
-    """(stage, state, bytes of each trip by its ring, bytes kept) of ZeRO++'s hpZ."""
+    """Return whether it is hpZ's (stage, state, bytes of each trip, bytes kept)."""
     from utils.memory import FP32, MIXED
 
     stage, state, trips, kept = answer
@@ -274,7 +274,7 @@ def _is_the_row_of_hpz(answer) -> bool | str:
 
 
 def _is_a_wrong_choice(answer) -> bool | str:
-    """A choice that fits by the lesson's formula, and with the loss of Llama 3 does not."""
+    """Return whether it fits by the formula, and with the loss of Llama 3 does not."""
     from utils import memory, timing
 
     billions, gpus, layers, tokens, choice = answer()
@@ -301,7 +301,7 @@ def _is_a_wrong_choice(answer) -> bool | str:
 
 
 def _makes_few_buckets(answer) -> bool | str:
-    """Messages of DDP's two trips take at most a tenth of what its bytes take."""
+    """Return whether messages of DDP's trips take at most a tenth of what bytes take."""
     from utils import timing
 
     for case in ((7e9, 32, 64), (30e9, 48, 512), (1.3e9, 24, 8)):
@@ -341,7 +341,7 @@ def _counts_flops(answer) -> bool | str:
 
 
 def _trains_its_shards(prepare: Callable) -> bool | str:
-    """Whether `prepare(model, mesh)` shards a GPT and returns an optimizer that trains it.
+    """Return whether `prepare(model, mesh)` shards a GPT, and its optimizer trains it.
 
     Two steps on two ranks have to leave the weights that they leave on one process.
     """
@@ -360,7 +360,7 @@ def _trains_its_shards(prepare: Callable) -> bool | str:
 
 
 def _two_steps(prepare: Callable) -> tuple[float | None, float, float]:
-    """Share of the parameters held; share that moved; largest error against one process."""
+    """Return the share of parameters held, the share that moved, and the largest error."""
     import torch
     import torch.distributed as dist
 
@@ -400,7 +400,7 @@ def _two_steps(prepare: Callable) -> tuple[float | None, float, float]:
 
 
 def _resumes_elsewhere(load: Callable) -> bool | str:
-    """Whether `load(model, optimizer, folder)` reads, on 3 ranks, what 2 have saved."""
+    """Return whether `load(model, optimizer, folder)` reads, on 3 ranks, what 2 saved."""
     with tempfile.TemporaryDirectory() as folder:
         saved = run_ranks(_save, 2, Path(folder), timeout=120)[0]
         found = run_ranks(_resume, 3, load, Path(folder), timeout=120)[0]
@@ -428,7 +428,7 @@ def _sharded() -> tuple:
 
 
 def _whole(model, optimizer) -> tuple[dict, dict]:
-    """Weights and averages, put together on rank 0; looks at them without filling them."""
+    """Return weights and averages, whole on rank 0; looks at them without filling them."""
 
     def gathered(tensor):
         return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

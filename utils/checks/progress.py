@@ -44,6 +44,6 @@ def read() -> dict[str, bool]:
 
 
 def _notebook() -> Path:
-    """The notebook that this process runs, as JupyterLab or VS Code says."""
+    """Return the notebook that this process runs, as JupyterLab or VS Code says."""
     in_code = getattr(sys.modules["__main__"], "__vsc_ipynb_file__", "")
     return Path(os.environ.get("JPY_SESSION_NAME") or in_code)

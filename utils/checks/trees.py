@@ -6,7 +6,7 @@ ALL_ROWS = {"data", "data_parallel", "voting", "voting_parallel"}  # and their a
 
 
 def _trains_together(for_all_workers) -> bool | str:
-    """Whether it returns what one model of all workers needs, and refuses no network."""
+    """Return whether workers get one model by it, and an error without a network."""
     network = {"machines": "10.0.0.1:4000,10.0.0.2:4000", "num_machines": 2}
     network |= {"local_listen_port": 4000}
     params = for_all_workers({"objective": "binary"}, dict(network))

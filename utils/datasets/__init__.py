@@ -35,7 +35,7 @@ DATASETS = {f.__name__: f for f in (digits, mnist, fashion_mnist, cifar10)}
 
 
 def load(name: str, split: str = "train") -> Dataset:
-    """The dataset called `name`, one of the keys of DATASETS.
+    """Return the dataset called `name`, one of the keys of DATASETS.
 
     Raises:
         BadInput: there is no dataset of that name.

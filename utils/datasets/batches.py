@@ -40,7 +40,7 @@ def share_of_batch(
     world_size: int,
     seed: int = 0,
 ) -> tuple[torch.Tensor, ...]:
-    """What `rank` gets of the batch of `step`: `global_batch / world_size` examples.
+    """Return what `rank` gets of a step's batch: `global_batch / world_size` examples.
 
     Depends on nothing else: a run that is resumed, also on another number of ranks, sees
     the same batches. Every epoch has an order of its own, by `seed`; its last, short batch

@@ -17,7 +17,7 @@ from utils.settings import storage_path
 
 
 def mnist(split: str = "train") -> Dataset:
-    """MNIST through torchvision, 60,000 and 10,000 images of shape [1, 28, 28].
+    """Load MNIST by torchvision, 60,000 and 10,000 images of shape [1, 28, 28].
 
     Downloaded at the first call into `storage_path() / "datasets"`, by one process of all
     that share this folder.
@@ -30,12 +30,12 @@ def mnist(split: str = "train") -> Dataset:
 
 
 def fashion_mnist(split: str = "train") -> Dataset:
-    """FashionMNIST: clothes instead of digits, otherwise like `mnist`."""
+    """Load FashionMNIST: clothes instead of digits, otherwise like `mnist`."""
     return _from_torchvision(tv.FashionMNIST, split)
 
 
 def cifar10(split: str = "train") -> Dataset:
-    """CIFAR-10, 50,000 and 10,000 images of shape [3, 32, 32], otherwise like `mnist`."""
+    """Load CIFAR-10, 50,000 and 10,000 images of shape [3, 32, 32], else like `mnist`."""
     return _from_torchvision(tv.CIFAR10, split)
 
 

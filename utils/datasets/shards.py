@@ -31,7 +31,7 @@ LEFT_OVER_S = 3600  # nobody writes a file any more that has not grown for so lo
 
 
 def path_or_digits(path: str | None, size_gb: float) -> tuple[str, str | None]:
-    """Where images to train on are, and, if there is no `path`, some to test with.
+    """Return where images to train on are, and, without a `path`, some to test with.
 
     Then they are digits, written to folders in `storage_path()`: `size_gb` GB to train on,
     and 2 MB of the test split.
@@ -139,7 +139,7 @@ def augment(
 
 
 def encode_png(image: np.ndarray) -> bytes:
-    """The bytes of a grayscale PNG, not compressed, of a uint8 image [height, width].
+    """Return a grayscale PNG, not compressed, of a uint8 image [height, width].
 
     Noise hardly compresses, and storing it is 20 times faster than Pillow's encoder.
 
@@ -176,7 +176,7 @@ def _shards_there(folder: Path, kind: bytes) -> list[Path]:
 
 
 def _remove_left_overs(folder: Path) -> None:
-    """Files of a run that was killed; not of one that writes here now."""
+    """Remove files of a run that was killed; not of one that writes here now."""
     for path in folder.glob("shard-*.tmp"):
         with contextlib.suppress(OSError):  # renamed meanwhile, or of somebody else
             if time.time() - path.stat().st_mtime > LEFT_OVER_S:

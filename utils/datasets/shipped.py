@@ -22,7 +22,7 @@ TEXT_SHA256 = "ea19723be49a25e432d8272fa5e3b3dbb3e66912c4344e5bc7c6b69eabfbbe29"
 
 
 def digits(split: str = "train") -> TensorDataset:
-    """Handwritten digits, shipped with the workshop: 1,437 to train on, 360 to test on.
+    """Load the handwritten digits shipped here: 1,437 to train on, 360 to test on.
 
     Images are float32 of shape [1, 28, 28]: the 8 x 8 originals, enlarged. Every fifth
     image belongs to the test split.
@@ -49,7 +49,7 @@ def digits(split: str = "train") -> TensorDataset:
 def text(
     split: str = "train", block_size: int = 64, path: str | Path | None = None
 ) -> TensorDataset:
-    """Text to predict byte by byte: Python's own `help()` topics, or the file `path`.
+    """Load text to predict by bytes: Python's own `help()` topics, or the file `path`.
 
     Pairs (inputs, targets), both int64 of shape [block_size] with
     values from 0 to 255: targets are the inputs moved on by one byte. The last tenth of
@@ -91,7 +91,7 @@ def check_split(split: str) -> None:
 
 
 def _read_verified(path: Path, sha256: str) -> bytes:
-    """The bytes of a shipped file, if they are the bytes that were shipped."""
+    """Return the bytes of a shipped file, if they are the bytes that were shipped."""
     try:
         data = path.read_bytes()
     except OSError as error:

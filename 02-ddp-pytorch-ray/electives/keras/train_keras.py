@@ -22,6 +22,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # no banners
 os.environ["TF_USE_LEGACY_KERAS"] = "1"
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # no second Ray, by mistake
 
 import ray
 from ray.train import Checkpoint, RunConfig, ScalingConfig

@@ -28,7 +28,7 @@ OTHER_SETTINGS = {
 
 
 def rows() -> list[Row]:
-    """Row 14 of the table, and the reason of row 1."""
+    """Return row 14 of the table, and the reason of row 1."""
     kept = Partner(lambda port: torchrun("serve", port))
     plain = Partner(lambda port: torchrun("serve", port, **AS_IT_COMES))
     thread = Partner(lambda port: torchrun("serve-in-a-thread", port, **AS_IT_COMES))
@@ -83,7 +83,7 @@ def by_torchrun(settings: dict, port: int) -> subprocess.Popen:
 
 
 def compare(a: Partner, b: Partner) -> tuple[Ratio, str]:
-    """B's step over A's, and what the steps of either took."""
+    """Return B's step over A's, and what the steps of either took."""
     before = {partner: partner.ask("usage") for partner in (a, b)}
     seconds = interleave(
         lambda: a.ask("steps")[0], lambda: b.ask("steps")[0], PAIRS, warm_up=0

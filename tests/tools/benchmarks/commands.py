@@ -10,12 +10,12 @@ BARS = {"test": 0.28, "test-all": 0.82}
 
 
 def rows() -> list[Row]:
-    """Row 13 of the table: from the notes of both commands' last runs, which passed."""
+    """Return row 13, from the notes of both commands' last runs, which passed."""
     return [row(command, noted_runs().get(command)) for command in BARS]
 
 
 def row(command: str, noted: dict[str, float] | None) -> Row:
-    """Of one command; `noted` are its seconds, and those of a warm fit after it.
+    """Return the row of a command, of the seconds `noted`, and of a warm fit after it.
 
     Seconds say how fast the machine is, too, and fits how fast it is with Ray. So the bar
     is met if both clear it, and missed if neither does.

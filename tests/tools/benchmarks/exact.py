@@ -13,7 +13,7 @@ STRATEGIES = {"ddp": 0, "fsdp2": 3, "fsdp2-keep": 3, "zero1": 1, "zero2": 2, "ze
 
 
 def measure() -> dict[str, dict]:
-    """State bytes and bytes sent of this rank, by strategy, on two ranks."""
+    """Return this rank's bytes of state and bytes sent, by strategy, on two ranks."""
     float32 = torch.float32
     found = {"ddp": sharding.ddp(float32)}
     found["fsdp2"] = sharding.fsdp2(float32, 1)
@@ -29,7 +29,7 @@ def measure() -> dict[str, dict]:
 
 
 def rows() -> list[Row]:
-    """Rows 6 and 7 of the table."""
+    """Return rows 6 and 7 of the table."""
     ranks = run_ranks(measure, 2)
     parameters = sum(
         p.numel() for p in sharding.build_model(torch.float32).parameters()

@@ -12,7 +12,7 @@ FIRST = "01-ddp-pytorch-only/01_data_parallelism_by_hand.ipynb"
 
 
 def is_start_up(source: str) -> bool:
-    """Whether a cell only imports, or starts Ray and trains nothing yet."""
+    """Return whether a cell only imports, or starts Ray and trains nothing yet."""
     if re.search(r"^start_ray\(", source, re.MULTILINE):  # what is beside it is quick
         return not re.search(r"\bfit\(", source)
     lines = [line for line in source.splitlines() if line and line[0] not in " #)%"]
@@ -21,7 +21,7 @@ def is_start_up(source: str) -> bool:
 
 
 def rows() -> list[Row]:
-    """Row 10 of the table: as runs under nbval noted it, of notebooks as they are now."""
+    """Return row 10: what runs under nbval noted of notebooks as they are now."""
     if FIRST not in noted_cells():
         command = [sys.executable, "-m", "pytest", "-q", "--nbval", FIRST]
         subprocess.run(
@@ -41,7 +41,7 @@ def rows() -> list[Row]:
 
 
 def row(name: str, cells: list[tuple[str, float]]) -> Row:
-    """Of one notebook, from the source and the seconds of each cell."""
+    """Return the row of a notebook, from the source and the seconds of each cell."""
     total = sum(seconds for _, seconds in cells)
     start_up = sum(seconds for source, seconds in cells if is_start_up(source))
     return Row(

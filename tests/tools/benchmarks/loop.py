@@ -40,7 +40,7 @@ class Loop:
         self.step = scripts.load(scripts.TRAIN_DDP).train_step
 
     def run(self, steps: int) -> tuple[float, list[float]]:
-        """Seconds for the steps, and the losses of this rank."""
+        """Return the seconds of the steps, and the losses of this rank."""
         dist.barrier()
         start = time.perf_counter()
         losses = [
@@ -50,7 +50,7 @@ class Loop:
         return time.perf_counter() - start, [loss.item() for loss in losses]
 
     def report(self) -> float:
-        """Seconds for one report with a checkpoint: weights and optimizer state."""
+        """Return the seconds of a report with a checkpoint: weights and optimizer state."""
         report = scripts.load(scripts.TRAIN_RAY_DDP).report
         dist.barrier()
         start = time.perf_counter()
@@ -59,7 +59,7 @@ class Loop:
         return time.perf_counter() - start
 
     def save(self) -> tuple[float, int]:
-        """Seconds for a plain torch.save of what `report` writes, and its bytes."""
+        """Return seconds of a plain torch.save of what `report` writes, and its bytes."""
         dist.barrier()
         start = time.perf_counter()
         with tempfile.NamedTemporaryFile() as file:  # on the disk of what is reported
@@ -72,7 +72,7 @@ class Loop:
 
 
 def usage() -> tuple[int, float]:
-    """Page faults without reading a disk, and seconds in the kernel, until now."""
+    """Return page faults without reading a disk, and seconds in the kernel, until now."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_minflt, used.ru_stime
 
@@ -90,14 +90,14 @@ def with_ddp(model):
 
 
 def serve_in_a_thread() -> None:
-    """As Ray Train's workers do."""
+    """Answer orders in a thread, as Ray Train's workers train in one."""
     thread = threading.Thread(target=serve, args=(int(sys.argv[2]), with_ddp))
     thread.start()
     thread.join()
 
 
 def main() -> None:
-    """One rank of torchrun."""
+    """Be one rank of torchrun."""
     dist.init_process_group("gloo")
     if sys.argv[1] == "serve":
         serve(int(sys.argv[2]), with_ddp)

@@ -57,7 +57,7 @@ class Partner:
 
 
 def orders(port: int) -> Iterator[tuple[str, Callable]]:
-    """Orders of the driver, each with a function that sends the answer.
+    """Yield orders of the driver, each with a function that sends the answer.
 
     In a process group, rank 0 talks to the driver, and all ranks get the order.
     """

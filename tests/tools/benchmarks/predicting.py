@@ -43,7 +43,7 @@ def build(layers: int, width: int, strategy: str):
 
 
 def seconds_of(tokens: torch.Tensor, model, optimizer) -> float:
-    """The shorter of two steps, from all ranks ready to all ranks done."""
+    """Return the shorter of two steps, from all ranks ready to all ranks done."""
     found = []
     for _ in range(2):
         dist.barrier()
@@ -62,7 +62,7 @@ def keys_of(network: bool) -> list[Key]:
 
 
 def measure(network: bool) -> list[dict[Key, float]]:
-    """Seconds by key, of each round through all sizes, up and down in turns.
+    """Return seconds by key, of each round through all sizes, up and down in turns.
 
     Without a network, each process is in a group that sends nothing.
     """
@@ -80,7 +80,7 @@ def measure(network: bool) -> list[dict[Key, float]]:
 
 
 def work_of(layers: int, width: int, strategy: str, network: bool) -> timing.Work:
-    """What a rank of two does in a step."""
+    """Return what a rank of two does in a step."""
     with torch.device("meta"):
         model = GPT(GPTConfig(layers=layers, width=width))
     parameters = sum(p.numel() for p in model.parameters())
@@ -98,7 +98,7 @@ def work_of(layers: int, width: int, strategy: str, network: bool) -> timing.Wor
 def predicted_over_measured(
     rounds: list[dict[Key, float]], latency: bool = True
 ) -> dict[Key, list[float]]:
-    """By key of sizes not fitted: the ratio in each round, fitted in that round."""
+    """Return by key of sizes not fitted the ratio in each round, fitted in that round."""
     works = {key: work_of(*key) for key in rounds[0]}
     if not latency:
         works = {key: work._replace(messages=0) for key, work in works.items()}
@@ -113,7 +113,7 @@ def predicted_over_measured(
 
 
 def rows_of(rounds: list[dict[Key, float]]) -> list[Row]:
-    """Row 15, with and without the latency term: the size that is predicted worst."""
+    """Return row 15, with and without latency: the size that is predicted worst."""
     what = "seconds of a step of sizes not fitted, 9 cases: predicted over measured"
     found = []
     for latency in (True, False):
@@ -142,6 +142,6 @@ def rows_of(rounds: list[dict[Key, float]]) -> list[Row]:
 
 
 def rows() -> list[Row]:
-    """Row 15 of the table."""
+    """Return row 15 of the table."""
     rounds = zip(*(run_ranks(measure, 2, network)[0] for network in (True, False)))
     return rows_of([sent | free for sent, free in rounds])

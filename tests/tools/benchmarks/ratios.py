@@ -31,14 +31,14 @@ class Ratio:
     pairs: int
 
     def inverse(self) -> "Ratio":
-        """A over B, where this is B over A."""
+        """Return A over B, where this is B over A."""
         ends = 1 / self.value, 1 / self.high, 1 / self.low
         return Ratio(*ends, self.spread, self.pairs)
 
     def verdict(
         self, at_most: float | None = None, at_least: float | None = None
     ) -> str:
-        """Whether a bar is met: only if the whole interval clears it.
+        """Return whether a bar is met: only if the whole interval clears it.
 
         Not decided where the interval contains the bar, and where the control's spread
         is wider than the distance to it.
@@ -55,7 +55,7 @@ class Ratio:
 def interleave(
     a: Callable[[], float], b: Callable[[], float], pairs: int = 10, warm_up: int = 1
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What `a` and `b` return (seconds, or bytes), by pair: A B B A A B B A ..."""
+    """Return what `a` and `b` return (seconds, bytes), by pair: A B B A A B B A ..."""
     measured = []
     for number in range(-warm_up, pairs):
         if number % 2:
@@ -69,7 +69,7 @@ def interleave(
 
 
 def ratio(a: ArrayLike, b: ArrayLike) -> Ratio:
-    """B over A, from pairs in the order of `interleave`."""
+    """Return B over A, from pairs in the order of `interleave`."""
     log_a, log_b = np.log(a), np.log(b)
     low, high = interval(log_b - log_a)
     # Pair 0 ends with B and pair 1 begins with it, pair 1 ends with A, and so on.
@@ -86,7 +86,7 @@ def ratio(a: ArrayLike, b: ArrayLike) -> Ratio:
 
 
 def interval(values: ArrayLike) -> tuple[float, float]:
-    """The 95% bootstrap interval of the median."""
+    """Return the 95% bootstrap interval of the median."""
     found = bootstrap(
         (np.asarray(values),),
         np.median,

@@ -30,7 +30,7 @@ the value of the run before this one.
 
 
 def read(folder: Path) -> dict:
-    """The results of an earlier run, or none."""
+    """Return the results of an earlier run, or none."""
     file = folder / "results.json"
     return json.loads(file.read_text()) if file.exists() else {"parts": {}}
 
@@ -41,7 +41,7 @@ def all_rows(results: dict) -> list[dict]:
 
 
 def where(results: dict) -> str:
-    """Per part: its rows, how long it took, and the machine that it ran on."""
+    """Return per part its rows, how long it took, and the machine that it ran on."""
     lines = ["| part | rows | minutes | measured on |", "|---|---|---|---|"]
     for name, part in results["parts"].items():
         numbers = ", ".join(map(str, sorted({row["number"] for row in part["rows"]})))
@@ -72,7 +72,7 @@ def write(folder: Path, results: dict) -> None:
 
 
 def draw(path: Path, rows: list[dict]) -> None:
-    """Per row the interval of the ratio, the control around 1, and the bar."""
+    """Draw per row the interval of the ratio, the control around 1, and the bar."""
     if not rows:
         return
     figure, ax = plt.subplots(figsize=(9, 1.2 + 0.45 * len(rows)), layout="constrained")

@@ -46,13 +46,13 @@ def fit(folder: str, port: int = 0) -> float:
 
 
 def send_along() -> None:
-    """Ray's workers cannot import this folder."""
+    """Send this folder's code by value: Ray's workers cannot import it."""
     for module in (sys.modules[__name__], loop, partners, scripts):
         ray.cloudpickle.register_pickle_by_value(module)
 
 
 def rows() -> list[Row]:
-    """Rows 1, 2 and 3 of the table."""
+    """Return rows 1, 2 and 3 of the table."""
     start_ray(WORKERS)
     send_along()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as pool:
@@ -101,7 +101,7 @@ def _steps_and_reports(folder: str, pool: ThreadPoolExecutor) -> list[Row]:
 
 
 def report_row(seconds: np.ndarray, epoch: float) -> Row:
-    """Row 3, of seconds per report and per epoch."""
+    """Return row 3, of seconds per report and per epoch."""
     low, high = interval(seconds)
     share = high / (epoch + high)
     return Row(
@@ -119,7 +119,7 @@ def report_row(seconds: np.ndarray, epoch: float) -> Row:
 
 
 def per_megabyte(saves: np.ndarray, reports: np.ndarray, size: float) -> Row:
-    """Row 3, beside a plain torch.save of the same state, `size` in MB."""
+    """Return row 3 beside a plain torch.save of the same state, `size` in MB."""
     each = [f"{1e3 * np.median(seconds) / size:.2f}" for seconds in (reports, saves)]
     return Row.of_ratio(
         3,

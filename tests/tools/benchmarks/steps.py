@@ -40,7 +40,7 @@ TEXTS = 8, 64
 
 
 def seconds_of(step) -> float:
-    """Seconds of one step, from all ranks ready to all ranks done."""
+    """Return the seconds of one step, from all ranks ready to all ranks done."""
     dist.barrier()
     start = time.perf_counter()
     step()
@@ -55,7 +55,7 @@ def mean_loss(loss: torch.Tensor) -> float:
 
 
 def scaling(global_batch: int) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds per step of two ranks with DDP, and of one alone, over the same images."""
+    """Return seconds per step of two ranks with DDP, and of one, over the same images."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     images, labels = (part[:global_batch] for part in digits().tensors)
@@ -89,7 +89,7 @@ def scaling(global_batch: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def strategies(global_batch: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Seconds of steps of the same GPT: DDP beside FSDP2, FSDP2 beside ZeRO-3."""
+    """Return seconds of steps of one GPT: DDP beside FSDP2, FSDP2 beside ZeRO-3."""
     deepspeed = load_deepspeed()
     deepspeed.init_distributed("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -148,8 +148,8 @@ def strategies(global_batch: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 
 def saving(folder: Path) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Seconds that training stands still for a checkpoint of FSDP2, written at once and in
-    the background; then those of 10 steps with one checkpoint, written whole."""
+    """Return the seconds that training waits for a checkpoint of FSDP2, written at once
+    and in the background; then those of 10 steps with one checkpoint, written whole."""
     dist.init_process_group("gloo")
     script, numbers = scripts.load(sharding.TRAIN_FSDP2), itertools.count()
     background = dist.new_group(backend="gloo")
@@ -191,7 +191,7 @@ def saving(folder: Path) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def saving_rows() -> list[Row]:
-    """What --async-save gains."""
+    """Return the rows of what --async-save gains."""
     with tempfile.TemporaryDirectory() as folder:
         still, steps = run_ranks(saving, 2, Path(folder))[0]
     of = "a checkpoint of FSDP2 on 2 ranks, a GPT with 6.4 million parameters"
@@ -216,7 +216,7 @@ def saving_rows() -> list[Row]:
 def gpt2(
     device: str = "cpu", texts: int = 1, tokens: int = 64, config: GPTConfig = GPT2_124M
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds of a step of GPT-2 124M's shape, tuned and naive.
+    """Return seconds of a step of GPT-2 124M's shape, tuned and naive.
 
     Tuned: flash attention and a fused AdamW; on a GPU also compiled, and in bf16.
     """
@@ -252,7 +252,7 @@ def gpt2(
 
 
 def flops(texts: int, tokens: int, config: GPTConfig = GPT2_124M) -> int:
-    """Floating point operations of a step's matrix products, counted without memory."""
+    """Return the FLOPs of a step's matrix products, counted without memory."""
     with torch.device("meta"):
         model, data = GPT(config), torch.zeros(texts, tokens, dtype=torch.long)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
@@ -261,7 +261,7 @@ def flops(texts: int, tokens: int, config: GPTConfig = GPT2_124M) -> int:
 
 
 def gpt2_on_gpu(texts: int = 4, tokens: int = 1024) -> list[Row]:
-    """Tuned over naive on one GPU, and the share of its arithmetic that tuned uses."""
+    """Return tuned over naive on a GPU, and the share of its arithmetic that tuned uses."""
     tuned, naive = gpt2("cuda", texts, tokens)
     found = [
         Row.of_ratio(
@@ -294,12 +294,12 @@ def gpt2_on_gpu(texts: int = 4, tokens: int = 1024) -> list[Row]:
 
 
 def exponent(sizes, costs) -> float:
-    """The slope of log cost over log size: 1 where the cost grows like the size."""
+    """Return the slope of log cost over log size: 1 where cost grows like the size."""
     return float(np.polyfit(np.log(sizes), np.log(costs), 1)[0])
 
 
 def growth() -> list[Row]:
-    """How bytes grow with workers (simulated), and seconds with parameters and rows."""
+    """Return how bytes grow with workers (simulated), and seconds with sizes."""
     workers = (2, 4, 8)
     all_ranks = []
 
@@ -354,7 +354,7 @@ def growth() -> list[Row]:
 
 
 def growth_of(what: str, sizes, steps, note: str = "", rounds: int = 12) -> Row:
-    """The exponent of each round through the sizes, up and down in turns.
+    """Return the exponent of each round through the sizes, up and down in turns.
 
     The control is the exponent between two neighbours in time of one size, as if they were
     as far apart as the smallest size and the largest.
@@ -387,7 +387,7 @@ def growth_of(what: str, sizes, steps, note: str = "", rounds: int = 12) -> Row:
 
 
 def rows() -> list[Row]:
-    """Rows 8, 9, 11, 12 and 16 of the table."""
+    """Return rows 8, 9, 11, 12 and 16 of the table."""
     found = saving_rows()
     for images in IMAGES:
         two, one = run_ranks(scaling, 2, images)[0]

@@ -31,7 +31,7 @@ STORE = 80 * MIB  # Ray allows no less than 75
 
 
 def decode(batch: pa.Table) -> dict[str, np.ndarray]:
-    """From a table as Parquet gives it: both sides decode without converting it first."""
+    """Decode a table as Parquet gives it: both sides do, without converting it first."""
     images = [
         np.asarray(
             Image.open(io.BytesIO(encoded)).resize((28, 28), Image.Resampling.BOX)
@@ -59,7 +59,7 @@ class Shards(IterableDataset):
 
 
 def one_pass(batches, count) -> tuple[float, float, int]:
-    """Seconds to the first batch and to the last, and how many rows there were."""
+    """Return seconds to the first batch and to the last, and the number of rows."""
     start, rows, first = time.perf_counter(), 0, 0.0
     for batch in batches:
         first = first or time.perf_counter() - start
@@ -68,7 +68,7 @@ def one_pass(batches, count) -> tuple[float, float, int]:
 
 
 def serve_loader(port: int) -> None:
-    """In a process without Ray: a DataLoader forks, and Ray's threads do not survive it."""
+    """Serve a DataLoader in a process without Ray, whose threads survive no fork."""
     for files, answer in partners.orders(port):
         decode(pq.read_table(files[0]))  # its processes inherit what this imports
         loader = DataLoader(Shards(files), batch_size=BATCH, num_workers=CPUS)
@@ -76,7 +76,7 @@ def serve_loader(port: int) -> None:
 
 
 def whole_pictures(batch: pa.Table) -> dict[str, np.ndarray]:
-    """Like `decode`, but nothing is made smaller: all that is read goes on."""
+    """Decode like `decode`, but make nothing smaller: all that is read goes on."""
     images = [np.asarray(Image.open(io.BytesIO(e))) for e in batch["image"].to_pylist()]
     return {"image": np.stack(images), "label": batch["label"].to_numpy()}
 
@@ -90,7 +90,7 @@ def ray_pass(files, decode=decode) -> tuple[float, float, int]:
 
 
 def rows() -> list[Row]:
-    """Rows 4 and 5 of the table."""
+    """Return rows 4 and 5 of the table."""
     with tempfile.TemporaryDirectory() as folder:
         large, small = shards(folder, FILE), shards(folder, BATCH)
         # Eight times, so that the start of a pass counts little.
@@ -98,7 +98,7 @@ def rows() -> list[Row]:
 
 
 def shards(folder: str, rows: int) -> list[str]:
-    """1280 images of 512 x 512 pixels, 336 MB, in files of so many rows."""
+    """Write 1280 images of 512 x 512 pixels, 336 MB, in files of so many rows."""
     path = os.path.join(folder, str(rows))
     return [str(p) for p in write_shards(path, 0.336, 512, rows_per_shard=rows)]
 
@@ -130,7 +130,7 @@ def _throughput(files_by_rows: dict[int, list[str]]) -> list[Row]:
 
 
 def _race(loader: partners.Partner, files: list[str], rows: int) -> list[Row]:
-    """Both over the same files; the rate only where these are many rows."""
+    """Let both read the same files; return the rate only where these are many rows."""
     first = {"loader": [], "ray": []}
 
     def note(name, measure) -> float:
@@ -198,7 +198,7 @@ def _memory(files: list[str]) -> list[Row]:
 
 
 def memory_row(small, large, extra: int, spilled: int) -> Row:
-    """Row 5, of the peaks in bytes while D and 4D were streamed; `extra` is 4D - D.
+    """Return row 5, of the peaks in bytes over D and 4D; `extra` is 4D - D.
 
     Stricter than the ratio of the peaks, as idle processes are not in it.
     """

@@ -18,42 +18,42 @@ SOLVED = "-solved"  # in the name of what `make catch-up` puts beside a lesson
 
 
 def all_notebooks() -> list[Path]:
-    """The notebooks in reading order; a part's solutions come last."""
+    """Return the notebooks in reading order; a part's solutions come last."""
     return lessons("0[123]-*/*.ipynb")
 
 
 def electives() -> list[Path]:
-    """The notebooks that stand beside the route: each needs packages of its own."""
+    """Return the notebooks beside the route: each needs packages of its own."""
     return lessons("0[123]-*/electives/*.ipynb")
 
 
 def lessons(pattern: str) -> list[Path]:
-    """Those that fit a pattern, without what a learner put or kept beside them."""
+    """Return those that fit a pattern, without what a learner put or kept beside them."""
     beside = re.compile(rf"(?:{SOLVED}|-mine)(?:-\d+)?$")
     return [p for p in sorted(ROOT.glob(pattern)) if not beside.search(p.stem)]
 
 
 def needed(path: Path) -> list[str]:
-    """The packages that an elective names in its first cell of code."""
+    """Return the packages that an elective names in its first cell of code."""
     call = re.search(r"^needs\(([^)]*)\)", code(path)[0], re.MULTILINE)
     return re.findall(r'"([^"]+)"', call[1]) if call else []
 
 
 def code(path: Path) -> list[str]:
-    """The source of every cell of code."""
+    """Return the source of every cell of code."""
     cells = nbformat.read(path, as_version=4).cells
     return [cell.source for cell in cells if cell.cell_type == "code"]
 
 
 def proofs(notebook: nbformat.NotebookNode) -> list[str]:
-    """What the notebook printed in lines that begin with "Proved: "."""
+    """Return what the notebook printed in lines that begin with "Proved: "."""
     outputs = (o for c in notebook.cells for o in c.get("outputs", []))
     lines = (line for o in outputs for line in o.get("text", "").splitlines())
     return [line.removeprefix(PROOF) for line in lines if line.startswith(PROOF)]
 
 
 def title(path: Path) -> str:
-    """The first heading of a notebook."""
+    """Return the first heading of a notebook."""
     for cell in nbformat.read(path, as_version=4).cells:
         heading = re.search(r"^# (.+)$", cell.source, re.MULTILINE)
         if cell.cell_type == "markdown" and heading:

@@ -85,7 +85,7 @@ def without_traceback(notebook: nbformat.NotebookNode) -> None:
 
 
 def without_widgets(notebook: nbformat.NotebookNode) -> None:
-    """Sliders are alive in JupyterLab only: their state is not for a recording."""
+    """Drop sliders, which are alive in JupyterLab only: a recording holds no state."""
     for cell in notebook.cells:
         if cell.cell_type == "code":
             shown = (output.get("data", {}) for output in cell.outputs)

@@ -19,7 +19,7 @@ NAVIGATION = re.compile(r"^.*<!-- navigation -->.*\n*", re.MULTILINE)
 
 
 def navigation(path: Path) -> str:
-    """The line that links a notebook to its neighbours."""
+    """Return the line that links a notebook to its neighbours."""
     notebooks = electives() if path in electives() else all_notebooks()
     here = notebooks.index(path)
     # Of an elective these are the electives' own.
