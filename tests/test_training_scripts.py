@@ -1,5 +1,6 @@
 """What the functions of the training scripts compute, called on two ranks."""
 
+import contextlib
 import errno
 import io
 import re
@@ -8,6 +9,7 @@ import sys
 import threading
 from argparse import Namespace
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -281,6 +283,29 @@ def test_a_full_disk_in_the_background_is_said(tmp_path):
     args = Namespace(checkpoint_dir=tmp_path, keep=2)
     with pytest.raises(BadInput, match="No space left"):
         script.finish(full, args)
+
+
+def test_rank_0_alone_removes_old_checkpoints(monkeypatch, tmp_path):
+    script, removed = scripts.load(sharding.TRAIN_FSDP2), []
+    monkeypatch.setattr(script.runs, "keep_newest", lambda *_: removed.append(rank))
+    for rank in (0, 1):
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        script.finish(None, Namespace(checkpoint_dir=tmp_path, keep=2))
+    assert removed == [0]
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_fsdp2_computes_in_bf16_if_asked_and_keeps_fp32(bf16):
+    def types() -> tuple:
+        dist.init_process_group("gloo")
+        model = sharding.shard(sharding.build_model(torch.float32), bf16=bf16)
+        logits = model(sharding.share(0)[0])
+        logits.sum().backward()
+        kept = {p.dtype for p in model.parameters()}
+        return logits.dtype, kept, {p.grad.dtype for p in model.parameters()}
+
+    computed = torch.bfloat16 if bf16 else torch.float32
+    assert run_ranks(types, 1) == [(computed, {torch.float32}, {torch.float32})]
 
 
 def losses(script, num_workers: int) -> tuple[list[float], float]:
@@ -682,7 +707,7 @@ def test_ddp_trains_on_every_image_once_and_from_the_same_weights():
         torch.manual_seed(dist.get_rank() + 5)
         device = torch.device("cpu")
         model, wrapped, optimizer = script.build(in_channels, lr, seed, device)
-        noise = torch.rand(())
+        noise = torch.rand(()).item()
         same = wrapped.module is model and wrapped.gradient_as_bucket_view
         same &= optimizer.defaults["fused"] and loader.generator is not None
         weights = [p.detach().clone() for p in model.parameters()]
@@ -766,6 +791,7 @@ def test_a_checkpoint_is_loaded_to_the_cpu(path, tmp_path, monkeypatch):
     loaded_to, load = [], torch.load
 
     def watched(file, map_location=None, **options):
+        assert options == {"weights_only": True}  # no code of whoever wrote the file
         loaded_to.append(str(map_location))
         return load(file, map_location, **options)
 
@@ -793,18 +819,24 @@ def test_all_ranks_resume_from_what_rank_0_finds(path, tmp_path):
     (whole / ".metadata").touch()
     (whole.parent / "latest").write_text(whole.name)
 
-    def found() -> Path | None:
+    def found() -> tuple[Path, int, str]:
         dist.init_process_group("gloo")
         script, mine = scripts.load(path), tmp_path / f"rank-{dist.get_rank()}"
-        if path == sharding.TRAIN_DEEPSPEED:
-            return script.checkpoint_to_load(mine)
-        loaded = []
-        script.load_checkpoint = lambda *args: loaded.append(args[3]) or 2
-        args = Namespace(checkpoint_dir=mine, batch_size=2, run={}, steps=9)
-        script.resume(None, None, args)
-        return loaded[0] if loaded else None
+        loaded, args = [], Namespace(checkpoint_dir=mine, run={}, steps=9)
+        args.batch_size = 2  # of each rank
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            if path == sharding.TRAIN_DEEPSPEED:
+                script.load_checkpoint = lambda *args: loaded.append(args[1]) or 2
+                step = script.resume(None, script.checkpoint_to_load(mine), args)
+            else:
+                script.load_checkpoint = lambda *args: loaded.append(args[2:4]) or 2
+                step = script.resume(None, None, args)
+                ((global_batch, loaded[0]),) = loaded
+                assert global_batch == 4
+        return loaded[0], step, said.getvalue()
 
-    assert run_ranks(found, 2) == [whole, whole]
+    said = "goes on after step 2 of rank-0\n"
+    assert run_ranks(found, 2) == [(whole, 2, said), (whole, 2, "")]
 
 
 @by_name(IMAGE_SCRIPTS)
@@ -837,6 +869,70 @@ def test_what_a_loader_draws_is_other_on_each_rank_and_in_each_epoch(path):
     ranks = run_ranks(seeds, 2)
     assert len({*ranks[0], *ranks[1]}) == 4
     assert run_ranks(seeds, 2) == ranks
+
+
+@by_name([*IMAGE_SCRIPTS, STREAM])
+def test_a_run_goes_on_with_what_it_saved(path, tmp_path):
+    """Weights, what AdamW has of them, and where it stands, on both ranks; rank 0 says
+    where it begins."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+
+    def trained(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.rand(2)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    def numbers(model, optimizer) -> list[float]:
+        averages = [s["exp_avg"] for s in optimizer.state_dict()["state"].values()]
+        found = [*model.parameters(), *averages]
+        return torch.cat([each.flatten() for each in found]).tolist()
+
+    def go_on() -> tuple:
+        dist.init_process_group("gloo")
+        script, said = scripts.load(path), io.StringIO()
+        config = {"checkpoint_dir": folder, "run": {}, "keep": 2, "epochs": 3}
+        config["run_folder"] = tmp_path
+        listed = path == scripts.TRAIN_DDP
+        load = script.load_checkpoint if listed else script.load_latest
+        found = partial(load, Namespace(**config)) if listed else load
+        more = [] if listed else [config]
+        at = {"epoch": 1, "images": 24, "steps": 8, "accuracy": 0.5}
+        if not listed:
+            script.ray.train.get_checkpoint = lambda: None
+            script.ray.train.report = lambda metrics, checkpoint: (
+                checkpoint and shutil.copytree(checkpoint.path, tmp_path / "whole")
+            )
+        with contextlib.redirect_stdout(said):
+            begins = found(*trained(0), *more)
+        saved = trained(1)
+        if listed:
+            script.save_checkpoint(Namespace(**config), *saved, at)
+        else:
+            script.report(*saved, at | {"loss": 0.1}, config)
+            there = script.ray.train.Checkpoint.from_directory(tmp_path / "whole")
+            script.ray.train.get_checkpoint = lambda: there
+        dist.barrier()
+        loaded = trained(2)
+        with contextlib.redirect_stdout(said):
+            goes_on = found(*loaded, *more)
+        return begins, goes_on, numbers(*loaded) == numbers(*saved), said.getvalue()
+
+    ranks = run_ranks(go_on, 2)
+    steps = {"steps": 0} if path == scripts.TRAIN_DDP else {}
+    for begins, goes_on, same, _ in ranks:
+        assert begins == {"epoch": 0, "images": 0, "accuracy": None} | steps
+        more = {"steps": 8} if steps else {}
+        assert goes_on == {"epoch": 1, "images": 24, "accuracy": 0.5} | more
+        assert same
+    assert [said for *_, said in ranks] == [
+        "starts anew: run holds no checkpoint yet\n"
+        "goes on after epoch 1 of run, and 24 images of the next\n",
+        "",
+    ]
 
 
 @by_name([*IMAGE_SCRIPTS, STREAM])

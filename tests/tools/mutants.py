@@ -66,6 +66,7 @@ _EPOCHS = [
     "an_epoch_ends_after_the_step_at_which_ranks_agree_to_stop",
     "a_checkpoint_is_loaded_to_the_cpu",
     "only_rank_0_writes_the_checkpoint",
+    "a_run_goes_on_with_what_it_saved",
     "noise_goes_on_from_a_checkpoint",
 ]
 _LISTED = [
@@ -136,6 +137,9 @@ MODULES = {
             "fsdp2_gathers_one_block_at_a_time",
             "gradients_are_clipped_by_their_norm_over_all_ranks",
             "a_full_disk_in_the_background_is_said",
+            "rank_0_alone_removes_old_checkpoints",
+            "fsdp2_computes_in_bf16_if_asked_and_keeps_fp32",
+            f"{_CHECKPOINTS}::test_what_cannot_be_resumed_from_is_said",
             "a_half_written_checkpoint_is_not_taken",
             "only_rank_0_writes_the_checkpoint[train_fsdp2]",
             "offloaded_shards_are_built_on_meta_and_train_the_same",
@@ -155,6 +159,7 @@ MODULES = {
             f"{_CHECKPOINTS}::test_zero_names_a_checkpoint_only_when_all_ranks_have_"
             "written_it",
             f"{_CHECKPOINTS}::test_what_zero_exports_is_what_its_ranks_hold",
+            f"{_CHECKPOINTS}::test_what_cannot_be_resumed_from_is_said",
             _EQUAL,
         ),
     ),
