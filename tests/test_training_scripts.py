@@ -285,6 +285,42 @@ def test_a_full_disk_in_the_background_is_said(tmp_path):
         script.finish(full, args)
 
 
+def test_a_checkpoint_is_written_before_the_next_and_before_the_end(monkeypatch):
+    """In the background, while steps are taken."""
+    script, events = scripts.load(sharding.TRAIN_FSDP2), []
+
+    def save_checkpoint(model, optimizer, step, *_) -> Namespace:
+        events.append(f"save {step}")
+        return Namespace(result=lambda: events.append(f"{step} is written"))
+
+    def train_step(*_) -> torch.Tensor:
+        events.append("step")
+        return torch.zeros(())
+
+    share = torch.zeros(2, 4), torch.zeros(2, 4)
+    for name, fake in {
+        "save_checkpoint": save_checkpoint,
+        "train_step": train_step,
+        "runs": Namespace(keep_newest=lambda *_: None),
+    }.items():
+        monkeypatch.setattr(script, name, fake)
+    monkeypatch.setattr(script.datasets, "share_of_batch", lambda *_: share)
+    monkeypatch.setattr(script.stopping, "Stop", lambda *_: GOES_ON)
+    monkeypatch.setattr(dist, "new_group", lambda backend: backend)
+    monkeypatch.setattr(dist, "all_reduce", lambda of_the_only_rank: None)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    options = {"batch_size": 2, "steps": 5, "save_every": 2, "seed": 0, "clip": 1.0}
+    options |= {"checkpoint_dir": Path("run"), "keep": 2, "run": {}, "stop_file": None}
+    args = Namespace(**options, async_save=True)
+    script.train_steps(None, None, None, 0, args)
+    assert events == [
+        *("step", "step", "save 2"),
+        *("step", "step", "2 is written", "save 4"),
+        *("step", "4 is written", "save 5", "5 is written"),
+    ]
+
+
 def test_rank_0_alone_removes_old_checkpoints(monkeypatch, tmp_path):
     script, removed = scripts.load(sharding.TRAIN_FSDP2), []
     monkeypatch.setattr(script.runs, "keep_newest", lambda *_: removed.append(rank))
@@ -312,10 +348,17 @@ def losses(script, num_workers: int) -> tuple[list[float], float]:
     """Of three steps on a global batch of 8, and of the test set."""
 
     def train() -> dict:
-        sys.argv = [script.name, "--smoke-test", "--steps", "3"]
+        sys.argv = [script.name, "--smoke-test", "--steps", "3", "--lr", "0.002"]
         sys.argv += ["--batch-size", str(8 // num_workers)]
-        module = scripts.load(script)
+        module, adamw = scripts.load(script), torch.optim.AdamW
         args = module.parse_args()
+
+        def made(parameters, **options) -> torch.optim.Optimizer:
+            fused = {"fused": True} if script == sharding.TRAIN_FSDP2 else {}
+            assert options == {"lr": 0.002} | fused
+            return adamw(parameters, **options)
+
+        module.torch.optim.AdamW = made
         if script == sharding.TRAIN_DEEPSPEED:
             sharding.load_deepspeed().init_distributed("gloo")
         else:
@@ -483,7 +526,7 @@ def test_steps_go_on_where_they_were_and_are_printed_and_saved(
         saved.append(args[2] if path == sharding.TRAIN_FSDP2 else args[1])
 
     stop = Namespace(agreed=lambda: answers.get(taken[-1], stopping.NOTHING))
-    ticks = iter(range(100))
+    ticks = iter(range(5, 100))
     for name, fake in {
         "time": Namespace(perf_counter=lambda: next(ticks)),
         "save_checkpoint": save_checkpoint,
@@ -508,6 +551,8 @@ def test_steps_go_on_where_they_were_and_are_printed_and_saved(
         "step 20/60: loss 20.000, 333 ms per step",
         "step 40/60: loss 40.000, 87 ms per step",
     ]
+    if path == sharding.TRAIN_FSDP2:
+        assert kept == [20, 20, 23, 23, 40, 40, 42, 42, 42]  # before, after, at the end
     answers.clear()
     args.steps = 43
     assert script.train_steps(*(trained or (engine,)), "texts", 42, args) == [43]
@@ -540,7 +585,7 @@ def test_epochs_go_on_where_they_were_and_are_evaluated_and_saved(
     def save(*args):
         saved.append(dict(args[2] if with_ray else args[3]))
 
-    ticks = iter(range(100))
+    ticks = iter(range(5, 100))
     for name, fake in {
         "load_data": lambda *_: (Loader(), [(torch.zeros(1, 28, 28), 0)]),
         "build": lambda *_: ("model", "wrapped", "optimizer"),
@@ -595,7 +640,7 @@ def test_epochs_go_on_where_they_were_and_are_evaluated_and_saved(
 def test_epochs_of_a_stream_are_evaluated_and_reported(monkeypatch, capsys):
     """Rank 0 of 2, from the second epoch on; in the fourth, all are asked to stop."""
     script, reported = scripts.load(STREAM), []
-    stop, ticks = Namespace(asked=stopping.NOTHING), iter(range(100))
+    stop, ticks = Namespace(asked=stopping.NOTHING), iter(range(5, 100))
 
     def train_epoch(wrapped, optimizer, shard, config, epoch, stop):
         assert shard == "train"

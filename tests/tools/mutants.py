@@ -138,6 +138,7 @@ MODULES = {
             "gradients_are_clipped_by_their_norm_over_all_ranks",
             "a_full_disk_in_the_background_is_said",
             "rank_0_alone_removes_old_checkpoints",
+            "a_checkpoint_is_written_before_the_next_and_before_the_end",
             "fsdp2_computes_in_bf16_if_asked_and_keeps_fp32",
             f"{_CHECKPOINTS}::test_what_cannot_be_resumed_from_is_said",
             "a_half_written_checkpoint_is_not_taken",
