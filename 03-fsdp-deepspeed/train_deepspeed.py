@@ -224,8 +224,7 @@ def export(engine, checkpoint, path):
     """Put the partitions of a checkpoint together in a file that plain PyTorch reads."""
     from deepspeed.utils import zero_to_fp32
 
-    dist.barrier()  # NEW: rank 0 reads what every rank wrote
-    if dist.get_rank() == 0:
+    if dist.get_rank() == 0:  # all have written: `save_checkpoint` waits for that
         if engine.zero_optimization_stage() == 0:  # nothing is in partitions
             weights = {k: v.cpu() for k, v in engine.module.state_dict().items()}
         else:

@@ -145,6 +145,17 @@ def test_no_rank_ever_holds_the_whole_model(build):
         assert peak < whole / 2 + 3 * LARGEST < 0.75 * whole
 
 
+def test_zero_builds_a_model_in_the_type_of_its_configuration():
+    def types(changes: dict) -> set[torch.dtype]:
+        sys.argv = [sharding.TRAIN_DEEPSPEED.name, "--smoke-test"]
+        args = scripts.load(sharding.TRAIN_DEEPSPEED).parse_args()
+        args.engine_config |= changes
+        return {p.dtype for p in build_zero3(args).parameters()}
+
+    assert run_ranks(types, 1, {}) == [{torch.float32}]
+    assert run_ranks(types, 1, {"bf16": {"enabled": True}}) == [{torch.bfloat16}]
+
+
 @pytest.mark.slow
 def test_offloaded_shards_are_built_on_meta_and_train_the_same(tmp_path):
     """Without a GPU nothing moves and no memory is pinned; all else is tried: building,
@@ -194,17 +205,22 @@ def test_loaders_of_a_gpu_work_ahead(path, monkeypatch):
     script, given = scripts.load(path), []
     monkeypatch.setattr(script.settings, "device", lambda: torch.device("cuda"))
     monkeypatch.setattr(script.datasets, "load", lambda *_: [(torch.zeros(1), 0)])
-    sampler = Namespace(set_epoch=lambda *_: None)
-    monkeypatch.setattr(script.datasets, "ResumableSampler", lambda *_, **__: sampler)
+
+    def sampler(dataset, seed):
+        return f"sampler of seed {seed}"
+
+    monkeypatch.setattr(script.datasets, "ResumableSampler", sampler)
     monkeypatch.setattr(
         script, "DataLoader", lambda *_, **options: given.append(options)
     )
     monkeypatch.setattr(
         script, "prepare_data_loader", lambda loader: loader, raising=False
     )
-    script.load_data("digits", 4, 0)
+    script.load_data("digits", 4, 3)
     assert given[0]["num_workers"] > 0
-    assert given[0]["pin_memory"]
+    assert given[0]["pin_memory"] and given[0]["drop_last"]
+    assert given[0]["sampler"] == "sampler of seed 3"
+    assert isinstance(given[0]["generator"], torch.Generator)
 
 
 @pytest.mark.parametrize(
@@ -388,13 +404,16 @@ def test_two_ranks_train_like_one(script):
 
 def test_a_half_written_checkpoint_is_not_taken(tmp_path):
     """FSDP2 writes .metadata last, DeepSpeed's script `latest`."""
-    for name in ("step-000005", "step-000010"):
+    for name in ("step-000002", "step-000005", "step-000010"):
         (tmp_path / name).mkdir()
-    (tmp_path / "step-000005" / ".metadata").touch()
+    for name in ("step-000002", "step-000005"):
+        (tmp_path / name / ".metadata").touch()
     (tmp_path / "latest").write_text("step-000005")
     for script in (sharding.TRAIN_FSDP2, sharding.TRAIN_DEEPSPEED):
         found = scripts.load(script).last_checkpoint(tmp_path)
         assert found == tmp_path / "step-000005"
+        steps = sorted(tmp_path.glob("step-*"))
+        assert list(map(scripts.load(script).is_whole, steps)) == [True, True, False]
 
 
 GOES_ON = Namespace(agreed=lambda: stopping.NOTHING)  # nobody asks it to stop

@@ -71,6 +71,7 @@ _EPOCHS = [
 ]
 _LISTED = [
     "epochs_go_on_where_they_were_and_are_evaluated_and_saved",
+    "loaders_of_a_gpu_work_ahead",
     "what_a_loader_draws_is_other_on_each_rank_and_in_each_epoch",
 ]
 _STEPS = [
@@ -156,6 +157,7 @@ MODULES = {
             "train_deepspeed",
             _STEPS,
             "a_half_written_checkpoint_is_not_taken",
+            "zero_builds_a_model_in_the_type_of_its_configuration",
             "no_rank_ever_holds_the_whole_model[build_zero3]",
             f"{_CHECKPOINTS}::test_zero_names_a_checkpoint_only_when_all_ranks_have_"
             "written_it",
