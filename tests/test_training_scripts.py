@@ -29,7 +29,7 @@ from utils.comms import count_comms
 from utils.errors import BadInput
 from utils.launch import run_ranks
 from utils.memory import count_memory
-from utils.models import GPT, SMOKE, resnet18
+from utils.models import GPT, SMOKE, fill_by_name, resnet18
 
 # Seven images, which two ranks cannot share equally; of class 0 is the first alone.
 IMAGES, LABELS = torch.zeros(7, 1), torch.tensor([0, 1, 1, 1, 1, 1, 1])
@@ -145,15 +145,26 @@ def test_no_rank_ever_holds_the_whole_model(build):
         assert peak < whole / 2 + 3 * LARGEST < 0.75 * whole
 
 
-def test_zero_builds_a_model_in_the_type_of_its_configuration():
-    def types(changes: dict) -> set[torch.dtype]:
-        sys.argv = [sharding.TRAIN_DEEPSPEED.name, "--smoke-test"]
+def test_zero_builds_the_model_that_one_process_builds():
+    """In the type of its configuration."""
+
+    def built(changes: dict) -> list[torch.Tensor]:
+        sys.argv = [sharding.TRAIN_DEEPSPEED.name, "--smoke-test", "--stage", "3"]
         args = scripts.load(sharding.TRAIN_DEEPSPEED).parse_args()
         args.engine_config |= changes
-        return {p.dtype for p in build_zero3(args).parameters()}
+        model, gathered = build_zero3(args), []
+        for parameter in model.parameters():
+            with sharding.load_deepspeed().zero.GatheredParameters(parameter):
+                gathered.append(parameter.detach().clone())
+        return gathered
 
-    assert run_ranks(types, 1, {}) == [{torch.float32}]
-    assert run_ranks(types, 1, {"bf16": {"enabled": True}}) == [{torch.bfloat16}]
+    expected = GPT(SMOKE)
+    fill_by_name(expected, seed=0)
+    for ours in run_ranks(built, 2, {}):
+        for one, other in zip(ours, expected.parameters(), strict=True):
+            assert torch.equal(one, other)
+    (ours,) = run_ranks(built, 1, {"bf16": {"enabled": True}})
+    assert {parameter.dtype for parameter in ours} == {torch.bfloat16}
 
 
 @pytest.mark.slow
@@ -398,6 +409,15 @@ def test_two_ranks_train_like_one(script):
         losses(script, 1),
     )
     assert len(ours) == 3
+    assert ours == pytest.approx(theirs, abs=1e-4)
+    assert our_test_loss == pytest.approx(their_test_loss, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_both_scripts_for_text_train_alike():
+    (ours, our_test_loss), (theirs, their_test_loss) = (
+        losses(script, 1) for script in (sharding.TRAIN_FSDP2, sharding.TRAIN_DEEPSPEED)
+    )
     assert ours == pytest.approx(theirs, abs=1e-4)
     assert our_test_loss == pytest.approx(their_test_loss, abs=1e-4)
 
@@ -1031,6 +1051,39 @@ def test_noise_goes_on_from_a_checkpoint(path, tmp_path):
     (one, one_again), (other, other_again) = run_ranks(draws, 2)
     assert one == one_again != other == other_again
     assert not list(tmp_path.glob(".saving-*"))
+
+
+@by_name(TEXT_SCRIPTS)
+def test_noise_goes_on_from_a_checkpoint_of_shards(path, tmp_path):
+    """DeepSpeed's own part of it, the partitions, is left out."""
+
+    def draws() -> tuple[list[float], list[float]]:
+        dist.init_process_group("gloo")
+        script, folder = scripts.load(path), tmp_path / "step-000005"
+        model = sharding.shard(sharding.build_model(torch.float32))
+        script.generators.seed_rank(0)
+        if path == sharding.TRAIN_FSDP2:
+            trained = model, torch.optim.AdamW(model.parameters())
+            script.save_checkpoint(*trained, 5, 12, tmp_path, {})
+            load = partial(script.load_checkpoint, *trained, 12, folder, {})
+        else:
+            saved = {}
+            engine = Namespace(
+                train_batch_size=lambda: 12,
+                save_checkpoint=lambda *_, client_state, **__: saved.update(
+                    client_state
+                ),
+                load_checkpoint=lambda *_: (folder, saved),
+            )
+            script.check_world_size = lambda *_: None
+            script.save_checkpoint(engine, 5, tmp_path, {})
+            load = partial(script.load_checkpoint, engine, folder, {})
+        undisturbed = torch.rand(3).tolist()
+        assert load() == 5
+        return undisturbed, torch.rand(3).tolist()
+
+    (one, one_again), (other, other_again) = run_ranks(draws, 2)
+    assert one == one_again != other == other_again
 
 
 @by_name([*IMAGE_SCRIPTS, STREAM, *TEXT_SCRIPTS])

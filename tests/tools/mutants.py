@@ -78,6 +78,7 @@ _STEPS = [
     "evaluation_sees_the_model_as_it_predicts_and_leaves_it_training",
     "steps_go_on_where_they_were_and_are_printed_and_saved",
     "all_ranks_resume_from_what_rank_0_finds",
+    "noise_goes_on_from_a_checkpoint_of_shards",
     "two_ranks_train_like_one",
 ]
 
@@ -157,7 +158,8 @@ MODULES = {
             "train_deepspeed",
             _STEPS,
             "a_half_written_checkpoint_is_not_taken",
-            "zero_builds_a_model_in_the_type_of_its_configuration",
+            "zero_builds_the_model_that_one_process_builds",
+            "both_scripts_for_text_train_alike",
             "no_rank_ever_holds_the_whole_model[build_zero3]",
             f"{_CHECKPOINTS}::test_zero_names_a_checkpoint_only_when_all_ranks_have_"
             "written_it",
