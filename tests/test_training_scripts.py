@@ -116,13 +116,13 @@ def build_fsdp2(args) -> torch.nn.Module:
     return module.build(SMOKE, torch.device("cpu"), args)
 
 
-def build_zero3(args) -> torch.nn.Module:
+def build_zero(args) -> torch.nn.Module:
     sharding.load_deepspeed().init_distributed("gloo")
     module, config = scripts.load(sharding.TRAIN_DEEPSPEED), args.engine_config
     return module.build(SMOKE, torch.device("cpu"), config)
 
 
-@pytest.mark.parametrize("build", [build_fsdp2, build_zero3])
+@pytest.mark.parametrize("build", [build_fsdp2, build_zero])
 def test_no_rank_ever_holds_the_whole_model(build):
     """While it is built: shards, and of one parameter what was drawn and what is cut.
 
@@ -145,26 +145,32 @@ def test_no_rank_ever_holds_the_whole_model(build):
         assert peak < whole / 2 + 3 * LARGEST < 0.75 * whole
 
 
+@pytest.mark.slow
 def test_zero_builds_the_model_that_one_process_builds():
-    """In the type of its configuration."""
+    """In the type of its configuration; cut at stage 3 alone."""
 
-    def built(changes: dict) -> list[torch.Tensor]:
-        sys.argv = [sharding.TRAIN_DEEPSPEED.name, "--smoke-test", "--stage", "3"]
+    def built(stage: int, **changes) -> list[torch.Tensor]:
+        sys.argv = [sharding.TRAIN_DEEPSPEED.name, "--smoke-test", f"--stage={stage}"]
         args = scripts.load(sharding.TRAIN_DEEPSPEED).parse_args()
         args.engine_config |= changes
-        model, gathered = build_zero3(args), []
+        model, gathered = build_zero(args), []
         for parameter in model.parameters():
+            assert (parameter.numel() == 0) == (stage == 3)
             with sharding.load_deepspeed().zero.GatheredParameters(parameter):
                 gathered.append(parameter.detach().clone())
         return gathered
 
+    def all_built() -> tuple:
+        in_bf16 = built(3, bf16={"enabled": True})
+        return built(2), built(3), {parameter.dtype for parameter in in_bf16}
+
     expected = GPT(SMOKE)
     fill_by_name(expected, seed=0)
-    for ours in run_ranks(built, 2, {}):
-        for one, other in zip(ours, expected.parameters(), strict=True):
-            assert torch.equal(one, other)
-    (ours,) = run_ranks(built, 1, {"bf16": {"enabled": True}})
-    assert {parameter.dtype for parameter in ours} == {torch.bfloat16}
+    for *both, types in run_ranks(all_built, 2):
+        assert types == {torch.bfloat16}
+        for ours in both:
+            for one, other in zip(ours, expected.parameters(), strict=True):
+                assert torch.equal(one, other)
 
 
 @pytest.mark.slow
