@@ -685,12 +685,12 @@ def test_epochs_go_on_where_they_were_and_are_evaluated_and_saved(
 def test_epochs_of_a_stream_are_evaluated_and_reported(monkeypatch, capsys):
     """Rank 0 of 2, from the second epoch on; in the fourth, all are asked to stop."""
     script, reported = scripts.load(STREAM), []
-    stop, ticks = Namespace(asked=stopping.NOTHING), iter(range(5, 100))
+    stop, ticks = Namespace(asked=stopping.NOTHING), iter(range(5, 100, 2))
 
     def train_epoch(wrapped, optimizer, shard, config, epoch, stop):
         assert shard == "train"
         stop.asked = stopping.STOP if epoch == 3 else stopping.NOTHING
-        return {"loss": epoch + 0.5, "steps": 3, "rows": 30, "corrupt": 0}
+        return {"loss": epoch + 0.5, "steps": 3, "rows": 31, "corrupt": 0}
 
     def evaluate(model, shard, rank, world_size):
         assert (shard, rank, world_size) == ("test", 0, 2)
@@ -711,14 +711,14 @@ def test_epochs_of_a_stream_are_evaluated_and_reported(monkeypatch, capsys):
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     config = {"lr": 0.1, "seed": 0, "epochs": 5, "stop_file": None}
     end = script.train_fn(config | {"has_test_set": True})
-    of_all = {"images": 0, "accuracy": 0.25, "steps": 3, "rows": 30, "corrupt": 0}
+    of_all = {"images": 0, "accuracy": 0.25, "steps": 3, "rows": 31, "corrupt": 0}
     assert reported == [
         of_all | {"epoch": 2, "loss": 1.5},
         of_all | {"epoch": 3, "loss": 2.5},
     ]
-    trained = {"epoch": 3, "images": 0, "accuracy": 0.25, "trained_again": 30}
+    trained = {"epoch": 3, "images": 0, "accuracy": 0.25, "trained_again": 31}
     assert end == trained
-    counted = "steps 3, rows 30, corrupt 0, accuracy 0.25, 30 rows per second"
+    counted = "steps 3, rows 31, corrupt 0, accuracy 0.25, 16 rows per second"
     assert capsys.readouterr().out.splitlines() == [
         f"epoch 2: loss 1.5, {counted}",
         f"epoch 3: loss 2.5, {counted}",
