@@ -1073,7 +1073,7 @@ def test_noise_goes_on_from_a_checkpoint_of_shards(path, tmp_path):
         if path == sharding.TRAIN_FSDP2:
             trained = model, torch.optim.AdamW(model.parameters())
             script.save_checkpoint(*trained, 5, 12, tmp_path, {})
-            load = partial(script.load_checkpoint, *trained, 12, folder, {})
+            load = partial(script.load_checkpoint, *trained, 12, folder)
         else:
             saved = {}
             engine = Namespace(
@@ -1085,9 +1085,11 @@ def test_noise_goes_on_from_a_checkpoint_of_shards(path, tmp_path):
             )
             script.check_world_size = lambda *_: None
             script.save_checkpoint(engine, 5, tmp_path, {})
-            load = partial(script.load_checkpoint, engine, folder, {})
+            load = partial(script.load_checkpoint, engine, folder)
         undisturbed = torch.rand(3).tolist()
-        assert load() == 5
+        with pytest.raises(BadInput, match=r"and this one has --lr 0\.1"):
+            load({"--lr": 0.1})  # of another run
+        assert load({}) == 5
         return undisturbed, torch.rand(3).tolist()
 
     (one, one_again), (other, other_again) = run_ranks(draws, 2)
