@@ -107,6 +107,7 @@ def test_zero_names_a_checkpoint_only_when_all_ranks_have_written_it(tmp_path):
         def save_checkpoint(self, folder, tag, client_state, save_latest=True):
             rank = dist.get_rank()
             time.sleep(rank)
+            assert not (folder / "latest").exists()  # nobody reads this one yet
             (folder / f"partition-{rank}").touch()
             if save_latest and rank == 0:
                 (folder / "latest").write_text(tag)

@@ -54,7 +54,6 @@ _SHARES = ["batches_that_cannot_be_shared_are_refused"]
 _SHARES += ["the_shares_of_all_ranks_are_the_batch_and_every_epoch_has_its_order"]
 _DIGITS = ["digits", "splits_are_fixed_and_together_the_whole_file", "unknown_names"]
 _DIGITS += ["pictures_show_their_labels", "damaged_file_is_named"]
-_BY_VALUE = ["the_processes_of_a_loader_get_a_dataset_that_they_cannot_import"]
 _EQUAL = "tests/test_scripts_agree.py::test_functions_of_several_scripts_are_equal"
 _CHECKPOINTS = "tests/test_sharding_checkpoints.py"
 _SCRIPTS = "tests/test_training_scripts.py::test_"
@@ -102,7 +101,6 @@ MODULES = {
         "",
         ["tests/test_text.py", *(f"{_DATA}::test_{name}" for name in _DIGITS)],
     ),
-    "utils/datasets/by_value.py": ("", [f"{_DATA}::test_{name}" for name in _BY_VALUE]),
     "01-ddp-pytorch-only/train_ddp.py": (
         "load_data build train train_epoch train_step evaluate save_checkpoint "
         "load_checkpoint",
