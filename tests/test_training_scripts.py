@@ -63,6 +63,13 @@ def accuracies() -> tuple[float, float]:
     )
 
 
+def be_rank_0(monkeypatch, of: int = 1) -> None:
+    """Pretend, in a process without a group, that it is rank 0 of one or more."""
+    monkeypatch.setattr(dist, "all_reduce", lambda of_this_rank: None)
+    monkeypatch.setattr(dist, "get_world_size", lambda: of)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+
+
 def test_every_test_image_counts_once():
     """On both ranks, from a dataset and from a stream."""
     for found in run_ranks(accuracies, 2):
@@ -340,9 +347,7 @@ def test_a_checkpoint_is_written_before_the_next_and_before_the_end(monkeypatch)
     monkeypatch.setattr(script.datasets, "share_of_batch", lambda *_: share)
     monkeypatch.setattr(script.stopping, "Stop", lambda *_: GOES_ON)
     monkeypatch.setattr(dist, "new_group", lambda backend: backend)
-    monkeypatch.setattr(dist, "all_reduce", lambda of_the_only_rank: None)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    be_rank_0(monkeypatch)
     options = {"batch_size": 2, "steps": 5, "save_every": 2, "seed": 0, "clip": 1.0}
     options |= {"checkpoint_dir": Path("run"), "keep": 2, "run": {}, "stop_file": None}
     args = Namespace(**options, async_save=True)
@@ -472,7 +477,7 @@ def test_evaluation_sees_the_model_as_it_predicts_and_leaves_it_training(
 ):
     """With dropout, which a model has in training alone; of BatchNorm the same holds."""
     script, model, classes = scripts.load(path), Watched(), torch.arange(1, 8)
-    monkeypatch.setattr(dist, "all_reduce", lambda of_the_only_rank: None)
+    be_rank_0(monkeypatch)
     noise = torch.get_rng_state()
     if path == STREAM:
         batches = [{"image": classes, "label": classes}]
@@ -498,8 +503,7 @@ def fixed(label: int) -> tuple[nn.Module, torch.optim.Optimizer, float]:
 
 @by_name([*IMAGE_SCRIPTS, STREAM])
 def test_an_epoch_ends_after_the_step_at_which_ranks_agree_to_stop(path, monkeypatch):
-    monkeypatch.setattr(dist, "all_reduce", lambda of_the_only_rank: None)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    be_rank_0(monkeypatch)
     script, (model, optimizer, _) = scripts.load(path), fixed(0)
     batches = [(torch.zeros(2, 1), torch.tensor([0, 0]))] * 3
     answers = iter([False, True, True])
@@ -583,9 +587,7 @@ def test_steps_go_on_where_they_were_and_are_printed_and_saved(
         monkeypatch.setattr(script, name, fake)
     monkeypatch.setattr(script.datasets, "share_of_batch", share_of_batch)
     monkeypatch.setattr(script.stopping, "Stop", lambda *_: stop)
-    monkeypatch.setattr(dist, "all_reduce", lambda of_the_only_rank: None)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    be_rank_0(monkeypatch)
     options = {"batch_size": 8, "steps": 60, "save_every": 20, "seed": 7, "clip": 1.0}
     options |= {"checkpoint_dir": Path("run"), "keep": 2, "run": {}, "stop_file": None}
     args = Namespace(**options, async_save=False)
@@ -646,8 +648,7 @@ def test_epochs_go_on_where_they_were_and_are_evaluated_and_saved(
     monkeypatch.setattr(
         script.generators, "seed_loader", lambda loader, *by: drawn.append(by)
     )
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    be_rank_0(monkeypatch, of=2)
     options = {"dataset": "digits", "batch_size": 4, "lr": 0.1, "epochs": 4, "seed": 7}
     options |= {"bf16": False, "checkpoint_dir": None, "stop_file": None}
 
@@ -709,8 +710,7 @@ def test_epochs_of_a_stream_are_evaluated_and_reported(monkeypatch, capsys):
         monkeypatch.setattr(script, name, fake)
     monkeypatch.setattr(script.ray.train, "get_dataset_shard", lambda name: name)
     monkeypatch.setattr(script.stopping, "Stop", lambda *_: stop)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    be_rank_0(monkeypatch, of=2)
     config = {"lr": 0.1, "seed": 0, "epochs": 5, "stop_file": None}
     end = script.train_fn(config | {"has_test_set": True})
     of_all = {"images": 0, "accuracy": 0.25, "steps": 3, "rows": 31, "corrupt": 0}
