@@ -36,6 +36,18 @@ USED = [
         "utils/checks/sharding.py",
     ),
     (
+        "torch.distributed.ProcessGroupGloo._Options._threads",
+        "utils/gloo_in_one_thread.py",
+    ),
+    (
+        "torch.distributed.ProcessGroupGloo.create_device",
+        "utils/gloo_in_one_thread.py",
+    ),
+    (
+        "torch.distributed.distributed_c10d._register_builtin_gloo_backend",
+        "tests/test_launch.py",
+    ),
+    (
         "torch.ScriptObject",
         "utils/comms.py",
     ),  # the process group of an operator of c10d

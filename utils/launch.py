@@ -6,6 +6,7 @@ the process group itself.
 """
 
 import contextlib
+import faulthandler
 import multiprocessing as mp
 import os
 import signal
@@ -22,7 +23,7 @@ from utils.processes import free_port
 # One server process imports torch once; every rank is forked from it in milliseconds.
 # Unlike this process, the server has no threads and never touches a GPU.
 _context = mp.get_context("forkserver")
-_preloaded = ["torch.nn.parallel", "torchvision.models"]
+_preloaded = ["torch.nn.parallel", "torchvision.models", "utils.gloo_in_one_thread"]
 _context.set_forkserver_preload(_preloaded)
 
 
@@ -87,8 +88,10 @@ def _collect(ranks: list, pipes: list[Any], deadline: float) -> list[Any]:
                 kind, value = cloudpickle.loads(pipes[rank].recv_bytes())
             except (EOFError, ConnectionResetError):
                 ranks[rank].join()
+                code = ranks[rank].exitcode
+                by = f" ({signal.Signals(-code).name})" if code < 0 else ""
                 raise RuntimeError(
-                    f"rank {rank} died with exit code {ranks[rank].exitcode}"
+                    f"rank {rank} died with exit code {code}{by}"
                 ) from None
             if kind == "loaded":
                 loaded += 1
@@ -125,6 +128,7 @@ def _run_rank(payload: bytes, env: dict[str, str], caller) -> None:
     # A notebook's stop reaches every process. The caller ends the ranks; were they to end
     # by themselves, each would print a traceback.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable()  # a crash in C code prints the Python lines that led to it
     os.environ.clear()
     os.environ.update(env)
     with contextlib.suppress(EOFError, OSError):  # the caller has died
