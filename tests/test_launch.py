@@ -192,7 +192,7 @@ def test_crashing_rank_prints_the_lines_that_led_to_it(tmp_path):
 
 
 def gather_pairs(pairs: int) -> None:
-    """Have two gathers at a time in a group, as `full_tensor()` has them one by one."""
+    """Keep two of the gathers under way that `full_tensor()` starts one by one."""
     import torch  # a pickled `torch.ops` would be refused
 
     dist.init_process_group("gloo")
@@ -206,7 +206,10 @@ def gather_pairs(pairs: int) -> None:
 def gather_pairs_with_two_threads(pairs: int) -> None:
     c10d._register_builtin_gloo_backend()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    gather_pairs(pairs)
+    try:
+        gather_pairs(pairs)
+    except RuntimeError:
+        time.sleep(PATIENCE)  # the other rank has crashed: that is the error to name
 
 
 @pytest.mark.slow
@@ -217,9 +220,7 @@ def test_gathers_leave_a_group_of_gloo_alive():
 @pytest.mark.weekly
 def test_a_group_with_the_threads_of_torch_crashes():
     """A negative control. Does it live? Then utils/gloo_in_one_thread.py can go."""
-    with pytest.raises(
-        RuntimeError, match=r"SIGABRT|SIGSEGV|Connection closed by peer"
-    ):
+    with pytest.raises(RuntimeError, match=r"died with .* \((SIGABRT|SIGSEGV)\)"):
         run_ranks(gather_pairs_with_two_threads, 2, 200_000)
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 
 def create(group, _) -> dist.ProcessGroupGloo:
-    """Create a group as torch does, but for its number of threads."""
+    """Create a group as torch does, but with one thread, and within this machine."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._threads = 1
