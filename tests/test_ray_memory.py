@@ -10,15 +10,25 @@ from utils.ray_memory import Sample, growth
 pytestmark = pytest.mark.part02
 
 
-def test_a_process_that_starts_is_not_growth_and_one_that_keeps_data_is():
-    def samples(*by_process):
-        return [Sample(0, 0, each, 0) for each in by_process]
+def samples(*by_process):
+    return [Sample(0, 0, each, 0) for each in by_process]
 
+
+def test_a_process_that_starts_is_not_growth_and_one_that_keeps_data_is():
     before = samples({1: 100, 2: 130}, {1: 110, 2: 130, 3: 130})
     assert growth(before, samples({1: 105, 2: 130, 4: 130}, {1: 105, 2: 131})) == -4
-    assert growth(before, samples({1: 105, 2: 130, 4: 130}, {1: 300, 2: 131})) == 191
     after = samples({1: 105, 2: 130, 4: 130}, {1: 300, 2: 131})
+    assert growth(before, after) == 191
     assert growth(before, after, only={2, 4}) == 1
+
+
+def test_what_a_batch_takes_for_a_moment_is_not_growth():
+    before = samples({1: 100}, {1: 120}, {1: 110})
+    spikes = [100, 220, 100, 220, 220, 120, 220, 119]
+    assert growth(before, samples(*({1: each} for each in spikes))) == -1
+    kept = [120, 140, 160, 180, 200, 220, 240, 260]
+    assert growth(before, samples(*({1: each} for each in kept))) == 120
+    assert growth(before, samples({1: 150})) == 30  # a pass with a single sample
 
 
 @pytest.mark.parametrize(("limit", "used"), [(1000, 700), (500, 60)])
