@@ -13,7 +13,9 @@ import tempfile
 import uuid
 from pathlib import Path
 
+import nbval.kernel
 import pytest
+from jupyter_client.manager import KernelManager
 from nbval.plugin import IPyNbCell, IPyNbFile
 
 from tests import scripts
@@ -63,6 +65,18 @@ def pytest_unconfigure(config):
     """End what tests left behind, as one that was stopped by its time limit; clean up."""
     end_left_over({"WORKSHOP_STORAGE": os.environ["WORKSHOP_STORAGE"]})
     shutil.rmtree(os.environ["WORKSHOP_STORAGE"], ignore_errors=True)
+
+
+class KernelWithoutPorts(KernelManager):
+    """A kernel's sockets are files: a free port may be taken before the kernel has it."""
+
+    def __init__(self, **options):
+        # the path of a socket has to be short, as those of Ray, see tests/lanes.py
+        file = Path(os.environ["RAY_TMPDIR"], f"kernel-{uuid.uuid4().hex}.json")
+        super().__init__(transport="ipc", connection_file=str(file), **options)
+
+
+nbval.kernel.KernelManager = KernelWithoutPorts
 
 
 def setup(self):

@@ -3,17 +3,15 @@
 import argparse
 import contextlib
 import io
-import json
 import os
 import secrets
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from utils import runs
-from utils.errors import BadInput
+from utils.errors import BadInput, sentence
 from utils.settings import device, local_path, num_workers, storage_path
 
 BF16 = "train with autocast to bfloat16"
@@ -246,25 +244,13 @@ def run(main: Callable[[], None]) -> None:
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
-    summary = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not summary:
-        _end_with_sentence(main)
+    if summary := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        # here, not above: without torchrun, a wrong command line need not wait for torch
+        from utils import torchrun_summary
+
+        torchrun_summary.run(main, Path(summary))
         return
-    # here, not above: without torchrun, a wrong command line need not wait for torch
-    from torch.distributed.elastic.multiprocessing.errors import record
-
-    record(partial(_end_with_sentence, main, Path(summary)))()
-
-
-def _end_with_sentence(main: Callable[[], None], summary: Path | None = None) -> None:
     try:
         main()
     except BadInput as problem:
-        sentence = f"{Path(sys.argv[0]).name}: {problem}"
-        if not summary:
-            sys.exit(sentence)
-        # A second earlier than ranks that fail only because this one is gone: the summary
-        # names the first failure as the cause, in whole seconds.
-        what = {"message": sentence, "timestamp": int(time.time()) - 1}
-        summary.write_text(json.dumps(what))
-        sys.exit(1)
+        sys.exit(sentence(problem))
