@@ -68,7 +68,7 @@ def test_a_port_that_is_free_is_not_given_to_a_connection_before_it_is_used():
         assert max(found) < int(settings.read_text().split()[0])
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="nobody reserves ports there")
+@pytest.mark.skipif(sys.platform != "linux", reason="ports are reserved on Linux alone")
 def test_a_port_is_given_once_to_this_process_and_to_others(monkeypatch):
     """Ranks of two lanes of tests would meet at one address."""
     monkeypatch.setattr(processes.secrets, "randbelow", lambda most: 4321)
