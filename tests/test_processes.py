@@ -71,10 +71,11 @@ def test_a_port_that_is_free_is_not_given_to_a_connection_before_it_is_used():
 @pytest.mark.skipif(sys.platform != "linux", reason="ports are reserved on Linux alone")
 def test_a_port_is_given_once_to_this_process_and_to_others(monkeypatch):
     """Ranks of two lanes of tests would meet at one address."""
-    monkeypatch.setattr(processes.secrets, "randbelow", lambda most: 4321)
+    # above where others begin, so that none of them takes one meanwhile
+    monkeypatch.setattr(processes.secrets, "randbelow", lambda most: most + 500)
     first, second = processes.free_port(), processes.free_port()
-    assert 20000 + 4321 <= first < second
-    asked = "from utils import processes as p; p.secrets.randbelow = lambda most: 4321"
+    assert 29500 <= first < second
+    asked = "from utils import processes as p; p.secrets.randbelow = lambda n: n + 500"
     command = [sys.executable, "-c", f"{asked}; print(p.free_port())"]
     other = int(subprocess.check_output(command, text=True, timeout=PATIENCE))
     again = int(subprocess.check_output(command, text=True, timeout=PATIENCE))

@@ -31,6 +31,25 @@ def test_what_a_batch_takes_for_a_moment_is_not_growth():
     assert growth(before, samples({1: 150})) == 30  # a pass with a single sample
 
 
+def test_a_process_that_ends_while_it_is_looked_at_is_left_out(monkeypatch):
+    """As 0 bytes it would hide what others keep: its least is compared."""
+    reply = SimpleNamespace(object_store_bytes_used=1, spilled_bytes_total=2)
+    monkeypatch.setattr(
+        ray_memory,
+        "get_memory_info_reply",
+        lambda _: SimpleNamespace(store_stats=reply),
+    )
+    processes = [SimpleNamespace(pid=1), SimpleNamespace(pid=2)]
+    this = SimpleNamespace(children=lambda recursive: processes)
+    monkeypatch.setattr(ray_memory.psutil, "Process", lambda: this)
+    monkeypatch.setattr(
+        ray_memory, "private_bytes", lambda process: {1: 100, 2: 0}[process.pid]
+    )
+    sampler = object.__new__(ray_memory.sample_memory)
+    sampler._state = None
+    assert sampler._take().by_process == {1: 100}
+
+
 @pytest.mark.parametrize(("limit", "used"), [(1000, 700), (500, 60)])
 def test_memory_in_use_is_that_of_the_machine_or_of_its_container(
     monkeypatch, limit, used

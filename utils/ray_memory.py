@@ -64,7 +64,8 @@ class sample_memory:
         return Sample(
             time.time(),
             store.object_store_bytes_used,
-            {process.pid: private_bytes(process) for process in processes},
+            # without one that has ended since: as 0 bytes it would count as given back
+            {p.pid: nbytes for p in processes if (nbytes := private_bytes(p))},
             store.spilled_bytes_total,
         )
 

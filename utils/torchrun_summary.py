@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors.error_handler import Error
 
 from utils.errors import BadInput, sentence
 
-# Names a file of gloo's sources, and stands in what it says of a peer that is gone.
+# Part of a path of gloo's sources, and so of what it says of a peer that is gone or late.
 LOST_A_PEER = "gloo/transport"
 
 
