@@ -66,13 +66,14 @@ def stand_still(folder):
 run_ranks(stand_still, 2, {folder!r})"""
 
 # Tests run without the bar; at the end no cell shows one any more.
-LONG = """import os, time
+LONG = """import os, pathlib, time
 from utils import clock
 
 os.environ.pop("WORKSHOP_PROGRESS", None)
 clock.AFTER = 1
 clock.show_in_notebook()
-time.sleep(6)
+while not pathlib.Path({seen!r}).exists():
+    time.sleep(0.1)
 clock.AFTER = 1e6"""
 
 # Ray's dashboard asks the machine that hosts this one whether it is a cloud's, also where
@@ -286,10 +287,10 @@ def test_stop_leaves_no_process_of_the_ranks(lab, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_long_cell_shows_that_it_is_at_work(lab):
-    index = lab.cell('check("mean loss"')
-    lab.browser("send", index, LONG)
-    lab.browser("bar", index)
+def test_a_long_cell_shows_that_it_is_at_work(lab, tmp_path):
+    index, seen = lab.cell('check("mean loss"'), str(tmp_path / "seen")
+    lab.browser("send", index, LONG.format(seen=seen))
+    lab.browser("bar", index, seen)
 
 
 @pytest.mark.slow

@@ -134,6 +134,7 @@ USED = [
     ("ray: RayTrainWorker", "tests/scripts.py"),  # titles of Ray Train's processes
     ("ray: TrainController", "tests/test_faults.py"),
     ("ray: The current node timed out during startup", "utils/cluster.py"),
+    ("ray: Timed out waiting for file", "utils/cluster.py"),
     ("ray: Failed to find a valid port for dashboard", "utils/cluster.py"),
     ("ray: already occupied", "utils/cluster.py"),
     (f"{ENGINE}.TorchCheckpointEngine", "tests/test_security.py"),

@@ -29,7 +29,7 @@ STREAM = scripts.TRAIN_RAY_DDP_WITH_RAY_DATA
 FSDP2, DEEPSPEED = sharding.TRAIN_FSDP2, sharding.TRAIN_DEEPSPEED
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 # torchrun's restarted ranks, and new nodes, take a fresh store: see docs/troubleshooting.md
-ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 # What is trained, and what is printed when much of it is left: who is slow to hear of it
 # still stops the run.
 RUNS = {
@@ -60,11 +60,14 @@ class Job:
         command = [sys.executable, *launcher, script.name, "--smoke-test", *arguments]
         if script in (FSDP2, DEEPSPEED):
             command += ["--export", folder / "model.pt"]
+        env = scripts.environment() | {"PYTHONUNBUFFERED": "1"}
+        if any("max-restarts" in option for option in launcher):
+            env |= FRESH_STORE
         self.lines: list[str] = []
         self.process = subprocess.Popen(
             [*map(str, command), "--checkpoint-dir", str(folder)],
             cwd=script.parent,
-            env=scripts.environment() | ENVIRONMENT,
+            env=env,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

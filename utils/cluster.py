@@ -46,6 +46,7 @@ TOO_SLOW = (
 PORT_TAKEN = "another program took the port of its dashboard. Start this once more."
 GAVE_UP = {
     "The current node timed out during startup": TOO_SLOW,
+    "Timed out waiting for file": TOO_SLOW,  # with the port of its controller
     "Failed to find a valid port for dashboard": PORT_TAKEN,
     "already occupied": PORT_TAKEN,
 }

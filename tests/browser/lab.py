@@ -146,11 +146,12 @@ class Lab:
         output = self.cell(index).locator(".jp-OutputArea-output")
         return "\n".join(output.all_text_contents()).strip()
 
-    def bar(self, index: int) -> None:
-        """Wait until a cell shows that it is at work, and until that has gone."""
+    def bar(self, index: int, seen: str) -> None:
+        """Wait until a cell shows that it is at work; write `seen`; wait until it ended."""
         bar = self.cell(index).locator(".jp-OutputArea-output progress")
         bar.wait_for()
         self.picture("bar")
+        Path(seen).touch()
         bar.wait_for(state="detached")
 
     def stop(self) -> None:
