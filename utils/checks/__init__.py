@@ -7,24 +7,12 @@ are in each part's solutions.ipynb.
 from collections import Counter
 from typing import Any
 
-from utils.checks import (
-    frameworks,
-    halving,
-    moving,
-    part01,
-    part02,
-    part03,
-    progress,
-    recipes,
-    tracking,
-    trees,
-)
+from utils.checks import electives, moving, part01, part02, part03, progress
 from utils.checks.exercise import Exercise
 from utils.errors import BadInput
 
 EXERCISES: dict[str, Exercise] = part01.EXERCISES | part02.EXERCISES | part03.EXERCISES
-EXERCISES |= recipes.EXERCISES | halving.EXERCISES | tracking.EXERCISES
-EXERCISES |= frameworks.EXERCISES | trees.EXERCISES | moving.EXERCISES
+EXERCISES |= electives.EXERCISES | moving.EXERCISES
 _wrong_answers: Counter[str] = Counter()  # by exercise, in this process
 
 

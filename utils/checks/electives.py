@@ -1,0 +1,174 @@
+"""Checks of the exercises in the electives of part 02."""
+
+from collections.abc import Callable
+
+from utils.checks.exercise import Exercise, cases
+
+# (step, time, value): a first attempt has logged steps 0 and 1, a second one 1 and 2.
+KILLED = [(0, 1.0, 3.0), (1, 2.0, 2.25), (1, 5.0, 2.5), (2, 6.0, 2.0)]
+
+# What LightGBM calls learning from the rows of all workers, and the aliases of these.
+ALL_ROWS = {"data", "data_parallel", "voting", "voting_parallel"}
+
+
+def _spares_biases_and_norms(groups: Callable) -> bool | str:
+    """Return whether it parts a model's parameters as Transformers' `Trainer` does."""
+    import torch  # here, not above: importing it takes 2 s
+    from torch import nn
+
+    decay = 0.25
+    block = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+    model = nn.ModuleDict({"block": block, "head": nn.Linear(2, 2, bias=False)})
+    model.register_parameter("token", nn.Parameter(torch.ones(1)))
+    found: dict[str, list[float]] = {name: [] for name, _ in model.named_parameters()}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for group in groups(model, decay):
+        for parameter in group["params"]:
+            found[names[id(parameter)]].append(group["weight_decay"])
+    for name, decays in found.items():
+        wanted = decay if name in ("block.0.weight", "head.weight", "token") else 0
+        if len(decays) != 1:
+            return f"The parameter {name} is in {len(decays)} groups."
+        if decays != [wanted]:
+            return f"The decay of {name} is {decays[0]}, and should be {wanted}."
+    return True
+
+
+def _trains_together(for_all_workers) -> bool | str:
+    """Return whether workers get one model by it, and an error without a network."""
+    network = {"machines": "10.0.0.1:4000,10.0.0.2:4000", "num_machines": 2}
+    network |= {"local_listen_port": 4000}
+    params = for_all_workers({"objective": "binary"}, dict(network))
+    if params.get("objective") != "binary":
+        return "The parameters that came are lost."
+    if not network.items() <= params.items():
+        return "The workers do not find each other: the network is not in it."
+    if params.get("tree_learner") not in ALL_ROWS:
+        return "The workers are connected, and each still grows its own trees."
+    try:
+        alone = for_all_workers({"objective": "binary"}, {})
+    except ValueError:
+        return True
+    return f"Without a network it returns {alone!r}: every worker would train alone."
+
+
+EXERCISES: dict[str, Exercise] = {
+    # 02-ddp-pytorch-ray/electives/01_old_recipes.ipynb
+    "epochs that save": Exercise(
+        cases(
+            ((7, 3, True), [3, 6, 7]),
+            ((7, 3, False), [3, 6]),
+            ((6, 3, True), [3, 6]),
+            ((4, 0, True), [4]),
+            ((4, 0, False), []),
+            ((3, 1, True), [1, 2, 3]),
+        ),
+        (
+            "Go through the epochs: when is one due, and when is it the last?",
+            "`epoch % 0` raises: ask for the frequency first.",
+        ),
+    ),
+    "images of all ranks": Exercise(
+        lambda answer: answer == 4000,
+        (
+            "What do the two functions return on each of the workers?",
+            "How many images does a rank take that believes it is alone?",
+        ),
+        {
+            1000: "So it would be if the ranks shared the images.",
+            250: "That is a fair share: of whom does each rank know?",
+        },
+    ),
+    # 02-ddp-pytorch-ray/electives/02_hyperparameter_search.ipynb
+    "epochs best first": Exercise(
+        lambda answer: answer == 16 + 15 * 1,
+        (
+            "How far does the first trial go, and after which epoch do the others end?",
+            "One trial runs to its end. Each of the others reaches one rung.",
+        ),
+        {
+            16 * 16: "That is the whole training, without ASHA.",
+            16 + 4 * 3 + 12: "That is what it trains if every rung waits for all.",
+            16 + 16: "There are only fifteen others.",
+        },
+    ),
+    "epochs if all wait": Exercise(
+        cases(
+            ((12, 9, (1, 3), 3), 26),
+            ((16, 16, (1, 4), 4), 40),
+            ((2, 9, (1,), 3), 10),
+        ),
+        (
+            "From one rung to the next, all trials that are left train the same epochs: "
+            "how many trials, and how many epochs?",
+            "The last stretch ends at max_epochs. At least one trial is left.",
+        ),
+    ),
+    # 02-ddp-pytorch-ray/electives/03_experiment_tracking.ipynb
+    "steps logged twice": Exercise(
+        lambda answer: answer == 173 - 150,
+        (
+            "After which step was the last checkpoint saved? Steps are counted from 0.",
+            "Count from the first step of the second attempt to the last of the first.",
+        ),
+        {
+            22: "Are the first and the last of them both counted?",
+            27: "Those are the steps from the kill to the next checkpoint.",
+            150: "Those are the steps that the checkpoint has: they are logged once.",
+            173: "Those are all steps of the first attempt: where does the second begin?",
+        },
+    ),
+    "one curve": Exercise(
+        cases(
+            ((KILLED,), [3.0, 2.5, 2.0]),
+            ((KILLED[::-1],), [3.0, 2.5, 2.0]),  # in any order
+            (([*KILLED, (1, 9.0, 1.75)],), [3.0, 1.75, 2.0]),  # killed twice
+            (([(7, 1.0, 0.5), (4, 0.5, 0.75)],), [0.75, 0.5]),  # steps are missing
+        ),
+        (
+            "Which points of a step count? Sort by what tells attempts apart.",
+            "A dictionary keeps the last value that it gets for a key.",
+        ),
+    ),
+    # 02-ddp-pytorch-ray/electives/04_frameworks.ipynb
+    "sharded twice": Exercise(
+        lambda answer: answer == 1200 / 4 / 4,
+        (
+            "How many images does the sampler leave to a rank, and how many batches?",
+            "Accelerate deals these batches out to the ranks again.",
+        ),
+        {
+            1200 / 4: "That is what the sampler leaves: Accelerate deals it out again.",
+            1200 / 2: "There are 4 ranks.",
+            3: "Those are the batches.",
+        },
+    ),
+    "what decays": Exercise(
+        _spares_biases_and_norms,
+        (
+            "`model.modules()` finds the norms, `model.named_parameters()` the names.",
+            "Compare parameters by `id`: `==` would compare their values.",
+        ),
+    ),
+    # 02-ddp-pytorch-ray/electives/05_gradient_boosted_trees.ipynb
+    "bins for equal trees": Exercise(
+        lambda answer: answer == 6_000 / 8,
+        (
+            "What has to fit into what?",
+            "The sketch keeps several values per bin: where is the edge in the picture?",
+        ),
+        {
+            6_000: "A bin for each value is more than enough.",
+            12_500: "Rows do not count: a value that comes twice is one value.",
+            94: "The values count over all workers, however many there are.",
+            2_048: "That is the edge of the default, in values. What is asked are bins.",
+        },
+    ),
+    "one model of all workers": Exercise(
+        _trains_together,
+        (
+            "Which parameter says that each rank has rows of its own?",
+            "What should happen where `network` is empty?",
+        ),
+    ),
+}
