@@ -55,7 +55,7 @@ def pytest_configure(config):
 
 
 def pytest_report_header(config):
-    """Where tests write: a disk that is nearly full fails those that spill objects."""
+    """Say where tests write: a disk that is nearly full fails those that spill objects."""
     disk = shutil.disk_usage(tempfile.gettempdir())
     free, total = disk.free / 2**30, disk.total / 2**30
     return f"free on {tempfile.gettempdir()}: {free:.1f} of {total:.1f} GiB"
@@ -123,7 +123,7 @@ def pytest_runtest_makereport(item):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A disk of 4 MB, mounted at a folder; only root may mount."""
+    """Yield a disk of 4 MB, mounted at a folder; only root may mount."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)]

@@ -4,7 +4,7 @@ import torch
 
 
 def vector(values: torch.Tensor | list[torch.Tensor] | list[float]) -> torch.Tensor:
-    """All numbers of `values`, of shape [numbers]; floats as float64."""
+    """Return all numbers of `values`, of shape [numbers]; floats as float64."""
     if isinstance(values, torch.Tensor):
         return values.flatten()
     if isinstance(values[0], torch.Tensor):
@@ -13,11 +13,11 @@ def vector(values: torch.Tensor | list[torch.Tensor] | list[float]) -> torch.Ten
 
 
 def worst(ours, theirs) -> float:
-    """The largest difference of two numbers that belong together."""
+    """Return the largest difference of two numbers that belong together."""
     return (vector(ours) - vector(theirs)).abs().max().item()
 
 
 def relative(ours, theirs) -> float:
-    """The length of the difference, over that of `theirs`."""
+    """Return the length of the difference, over that of `theirs`."""
     theirs = vector(theirs)
     return ((vector(ours) - theirs).norm() / theirs.norm()).item()

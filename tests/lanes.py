@@ -61,12 +61,12 @@ def pytest_terminal_summary(terminalreporter, exitstatus):
 
 
 def started_rays() -> set[Path]:
-    """The folders of the Rays that this process and those below it have started."""
+    """Return the folders of the Rays that this process and those below it have started."""
     return set(Path(os.environ["RAY_TMPDIR"]).glob("ray/session_2*"))
 
 
 def group(item: pytest.Item) -> str:
-    """The group of a test or cell: its mark's, or that of its file."""
+    """Return the group of a test or cell: its mark's, or that of its file."""
     if mark := item.get_closest_marker("xdist_group"):
         return mark.args[0]
     return item.nodeid.partition("::")[0]

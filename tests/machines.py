@@ -74,12 +74,12 @@ class Machine:
         self._first = str(first.pid)
 
     def command(self, command: list, folder: Path | str = "/") -> list[str]:
-        """What to type outside to run `command` on this machine, in a folder."""
+        """Return what to type outside to run `command` on this machine, in a folder."""
         enter = ["nsenter", "--target", self._first, "--mount", "--net", "--pid"]
         return [*enter, "env", f"--chdir={folder}", *map(str, command)]
 
     def processes(self, text: str) -> list[psutil.Process]:
-        """Its processes that have `text` in their command line."""
+        """Return its processes that have `text` in their command line."""
         here = os.readlink(f"/proc/{self._first}/ns/pid")
         found = []
         for process in psutil.process_iter():
@@ -109,7 +109,7 @@ class Machine:
 def machines(
     count: int, own: list[Path], only_first: list[Path]
 ) -> Iterator[list[Machine]]:
-    """Machines in one network; `own` folders are empty, `only_first` on all but the first.
+    """Yield machines in one network; `own` folders are empty, `only_first` on all others.
 
     Raises:
         OSError: this user may not make namespaces.

@@ -29,7 +29,7 @@ SECRET = re.compile(r"TOKEN|PASSWORD|SECRET|KEY|CREDENTIAL", re.IGNORECASE)
 
 
 def documents(path: Path) -> list[dict]:
-    """All documents of a YAML file; there is one at least."""
+    """Return all documents of a YAML file; there is one at least."""
     every = yaml.load_all(path.read_text(), yaml.CSafeLoader)  # ten times as fast
     found = [each for each in every if each]
     assert found, f"{path} is empty"
@@ -37,7 +37,7 @@ def documents(path: Path) -> list[dict]:
 
 
 def built(folder: Path) -> list[dict]:
-    """What `kubectl kustomize` makes of a folder, of the few keys that ours use.
+    """Return what `kubectl kustomize` makes of a folder, of the few keys that ours use.
 
     A patch is a list of operations with a path each (RFC 6902). A key that is not known
     here raises; test_manifests.py compares with kubectl where that is installed.
@@ -80,7 +80,7 @@ def apply(operation: dict, document: dict) -> None:
 
 
 def clusters() -> dict[str, dict]:
-    """The specification of every Ray cluster, by the folder that it is built of."""
+    """Return the specification of every Ray cluster, by the folder that it is built of."""
     found = {}
     for path in sorted(KUBERAY.glob("*/kustomization.yaml")):
         for each in built(path.parent):
@@ -90,20 +90,20 @@ def clusters() -> dict[str, dict]:
 
 
 def pods(spec: dict) -> Iterator[tuple[str, dict]]:
-    """The pods of a Ray cluster: what each is, and its specification."""
+    """Yield the pods of a Ray cluster: what each is, and its specification."""
     yield "head", spec["headGroupSpec"]["template"]["spec"]
     for group in spec["workerGroupSpecs"]:
         yield f"group {group['groupName']}", group["template"]["spec"]
 
 
 def containers(spec: dict) -> Iterator[tuple[str, dict, dict]]:
-    """The container of Ray in every pod, with the pod."""
+    """Yield the container of Ray in every pod, with the pod."""
     for name, pod in pods(spec):
         yield name, pod, pod["containers"][0]
 
 
 def environment(container: dict) -> dict:
-    """By name, the variables of a container: a text, or where the value comes from."""
+    """Return the variables of a container by name: a text, or where the value is from."""
     variables = container.get("env", [])
     return {
         each["name"]: each.get("value", each.get("valueFrom")) for each in variables
@@ -111,7 +111,7 @@ def environment(container: dict) -> dict:
 
 
 def quantity(text: str) -> float:
-    """Bytes of an amount of memory, as "8Gi"."""
+    """Return bytes of an amount of memory, as "8Gi"."""
     number, unit = re.fullmatch(r"(\d+)([MG]i?)", text).groups()
     return float(number) * UNITS[unit]
 
@@ -209,7 +209,7 @@ def shared_memory(spec: dict) -> Iterator[str]:
 
 
 def mounted(pod: dict, container: dict, path: str) -> dict:
-    """The empty folder that a container has at a path; {} if there is none."""
+    """Return the empty folder that a container has at a path; {} if there is none."""
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     names = [m["name"] for m in container["volumeMounts"] if m["mountPath"] == path]
     return volumes[names[0]].get("emptyDir", {}) if names else {}
@@ -291,7 +291,7 @@ def room_faults(document: dict) -> Iterator[str]:
 
 
 def _has_a_name(peer: dict) -> bool:
-    """Whether a policy says who it is: an empty selector is everybody."""
+    """Return whether a policy says who it is: an empty selector is everybody."""
     return "ipBlock" in peer or any(each.get("matchLabels") for each in peer.values())
 
 
@@ -562,7 +562,7 @@ COVERED = {
 
 
 def rule_of(path: Path):
-    """The rule that a file of cluster/ is under, None if there is none."""
+    """Return the rule that a file of cluster/ is under, None if there is none."""
     name = path.relative_to(CLUSTER).as_posix()
     found = [
         rule for pattern, rule in COVERED.items() if fnmatch.fnmatch(name, pattern)

@@ -340,7 +340,7 @@ def adam_by_ranks(model):
 
 
 def step_on_changed_items(model, optimizer, batch):
-    """Some items are changed on their way into the model, whoever is beside them."""
+    """Change some items on their way into the model, whoever is beside them."""
     kept = batch[0][:, :1] > 0
     inputs = torch.where(kept, batch[0], batch[0] / 2)
     return train_step(model, optimizer, [inputs, batch[1]])

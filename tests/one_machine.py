@@ -66,7 +66,7 @@ class Hub:
         return Seat(self.url, name, self.people[name])
 
     def of_user(self, uid: int) -> list[psutil.Process]:
-        """What runs as this person, zombies left out."""
+        """Return what runs as this person, zombies left out."""
         found = []
         for process in self.process.children(recursive=True):
             with contextlib.suppress(psutil.Error):
@@ -85,7 +85,7 @@ def computed() -> float:
 
 
 def opened(*paths: Path) -> str:
-    """Lines for a shell: of each closed folder above these paths, show the paths alone.
+    """Return lines for a shell that show, of closed folders above paths, the paths alone.
 
     And of /tmp, which is a new one.
     """
@@ -108,7 +108,7 @@ def opened(*paths: Path) -> str:
 
 @contextlib.contextmanager
 def hub(folder: Path, *names: str, **settings: object) -> Iterator[Hub]:
-    """A hub for these names; `settings` are of `Seat`, for its command line."""
+    """Yield a hub for these names; `settings` are of `Seat`, for its command line."""
     if not may_mount():
         pytest.skip("this user may not make network namespaces")
     if not (HUB / ".ready").exists():

@@ -38,7 +38,7 @@ def average_gradients(model: nn.Module) -> None:
 
 
 def step_by_hand(model, optimizer, images, labels, average=average_gradients):
-    """A step that averages the gradients itself, between backward and step."""
+    """Return a step that averages the gradients itself, between backward and step."""
     loss = F.cross_entropy(model(images), labels)
     optimizer.zero_grad()
     loss.backward()
@@ -52,19 +52,19 @@ def step_without_averaging(model, optimizer, images, labels):
 
 
 def step_of_script(model, optimizer, images, labels):
-    """The step that learners take away: that of train_ddp.py."""
+    """Return the step that learners take away: that of train_ddp.py."""
     train_ddp = scripts.load(scripts.TRAIN_DDP)
     return train_ddp.train_step(model, optimizer, images, labels)
 
 
 def step_on_unequal_shares(model, optimizer, images, labels):
-    """Rank 0 keeps one image of its share only; the average stays a plain one."""
+    """Keep one image of rank 0's share only; the average stays a plain one."""
     keep = 1 if dist.get_rank() == 0 else len(images)
     return step_by_hand(model, optimizer, images[:keep], labels[:keep])
 
 
 def batches_of_digits(calls_set_epoch: bool = True) -> Iterator[list[torch.Tensor]]:
-    """This rank's images and labels, step by step."""
+    """Yield this rank's images and labels, step by step."""
     data = Subset(digits("train"), range(IMAGES))
     sampler = DistributedSampler(data, shuffle=True)
     loader = DataLoader(data, GLOBAL_BATCH // dist.get_world_size(), sampler=sampler)
@@ -104,7 +104,7 @@ CONTROLS = {
 
 
 def training_of(strategy: Strategy) -> parity.Training:
-    """A strategy as functions that utils.parity calls: one epoch of all its batches."""
+    """Return a strategy as functions that utils.parity calls: one epoch of all batches."""
 
     def build_model() -> nn.Module:
         torch.manual_seed(0)
@@ -125,7 +125,7 @@ Both = tuple[parity.Record, parity.Record]
 
 
 def train_twice(strategy: Strategy) -> Both:
-    """What this rank does in float64, over all steps, and in the first one in float32."""
+    """Train in float64 over all steps, and for the first one in float32, on this rank."""
     training = training_of(strategy)
     return (
         parity.record(training, torch.float64, epochs=1, steps=strategy.steps),
@@ -143,7 +143,7 @@ def train_all(strategies: dict[str, Strategy]) -> dict[str, list[Both]]:
 
 
 def compare(alone: Both, together: list[Both]) -> dict[str, float]:
-    """How far ranks are from one process, in units of the latter."""
+    """Return how far ranks are from one process, in units of the latter."""
     double, single = (
         parity.distances(one, ranks) for one, ranks in zip(alone, zip(*together))
     )
@@ -151,7 +151,7 @@ def compare(alone: Both, together: list[Both]) -> dict[str, float]:
 
 
 def distances(ours: dict, theirs: dict) -> dict[str, float]:
-    """How far tensors are from those of one process, in units of the latter."""
+    """Return how far tensors are from those of one process, in units of the latter."""
     assert ours["gradient32"].dtype == torch.float32
     assert [ours[key].shape for key in theirs] == [
         each.shape for each in theirs.values()
@@ -160,7 +160,7 @@ def distances(ours: dict, theirs: dict) -> dict[str, float]:
 
 
 def in_a_group(run: Callable[..., dict], *args) -> dict:
-    """`run(*args)` in a process group of all ranks."""
+    """Return `run(*args)` in a process group of all ranks."""
     dist.init_process_group("gloo")
     found = run(*args)
     gc.collect()  # DDP's objects, before the group they hold on to
@@ -169,7 +169,7 @@ def in_a_group(run: Callable[..., dict], *args) -> dict:
 
 
 def alone(strategy: Strategy) -> Both:
-    """`train_twice` in this process, which is a group of one."""
+    """Return `train_twice` in this process, which is a group of one."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     found = train_twice(strategy)
     dist.destroy_process_group()

@@ -239,7 +239,7 @@ def wrap(program: Program, model: nn.Module) -> nn.Module:
 
 
 def _average_whole(model: nn.Module) -> None:
-    """What passes for sharding if only numbers are compared."""
+    """Average whole gradients: it passes for sharding if only numbers are compared."""
 
     def average(parameter: nn.Parameter) -> None:
         dist.all_reduce(parameter.grad)
@@ -306,7 +306,7 @@ def make_loader(program: Program, rank: int, world_size: int, epoch: int):
 
 
 def average(program: Program, model: nn.Module) -> None:
-    """By hand, between backward and step."""
+    """Average by hand, between backward and step."""
     if program.averaging not in ("by hand", "sum", "all but one"):
         return
     parameters = [p for p in model.parameters() if p.grad is not None]

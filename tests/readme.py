@@ -83,7 +83,7 @@ def marked(mark: str) -> list[tuple[str, str, ast.AST]]:
 
 
 def types(test: ast.AST, command: str) -> bool:
-    """Whether the code of a test calls `typed` with this command."""
+    """Return whether the code of a test calls `typed` with this command."""
     calls = (node for node in ast.walk(test) if isinstance(node, ast.Call))
     return any(
         ast.unparse(call.func) in ("typed", "readme.typed")

@@ -16,7 +16,7 @@ TRAIN_RAY_DDP_WITH_RAY_DATA = TRAIN_RAY_DDP.with_name("train_ray_ddp_with_ray_da
 
 
 def environment() -> dict[str, str]:
-    """A reader's: without the settings of Ray that utils.cluster has made here.
+    """Return a reader's: without the settings of Ray that utils.cluster has made here.
 
     What stays is where Ray keeps its files (tests/lanes.py).
     """
@@ -33,7 +33,7 @@ def load(path: Path) -> ModuleType:
 
 
 def workers_of_ray(driver: psutil.Process) -> list[psutil.Process]:
-    """The processes of a driver's training workers.
+    """Return the processes of a driver's training workers.
 
     Not what they start, which has their title until it is another program: killed, none of
     the workers is gone.

@@ -69,7 +69,7 @@ def steps_of(train_step: Callable, first: int, last: int) -> Iterator[tuple]:
 
 
 def outputs(model, evaluate: Callable) -> dict:
-    """The logits of two texts; the loss that a script's `evaluate` finds."""
+    """Return the logits of two texts; the loss that a script's `evaluate` finds."""
     rank, world_size, device = (
         dist.get_rank(),
         dist.get_world_size(),
@@ -84,7 +84,7 @@ def outputs(model, evaluate: Callable) -> dict:
 
 
 def one_process(dtype: torch.dtype, steps: int = 10) -> dict:
-    """The reference: losses, gradients of the first step, final parameters, test loss."""
+    """Return the reference: losses, first gradients, final parameters, test loss."""
     model = build_model(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses, gradients = [], None
@@ -104,7 +104,7 @@ def one_process(dtype: torch.dtype, steps: int = 10) -> dict:
 
 
 def ddp(dtype: torch.dtype) -> dict:
-    """One step with DDP: the bytes that this rank holds, and sends."""
+    """Take one step with DDP; return the bytes that this rank holds, and sends."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -123,7 +123,7 @@ def shard(model: GPT, keep: bool = False, bf16: bool = False, mesh=None) -> GPT:
 
 
 def predict_sent(strategy: str, world_size: int, config: GPTConfig = CONFIG) -> float:
-    """As `comms.predict`, but train_fsdp2.py gathers what is in no block once only."""
+    """Predict as `comms` does, but with what is in no block gathered once only."""
     model = GPT(config)
     whole = sum(p.nbytes for p in model.parameters())
     if strategy != "fsdp2":
@@ -174,7 +174,7 @@ def fsdp2(
 
 
 def zero_config(stage: int, batch_size: int) -> dict:
-    """ds_config_exact_counting.json at another stage and batch size per rank."""
+    """Return ds_config_exact_counting.json at another stage and batch size per rank."""
     config = json.loads(EXACT_COUNTING.read_text())
     config["zero_optimization"]["stage"] = stage
     config["train_micro_batch_size_per_gpu"] = batch_size
@@ -182,7 +182,7 @@ def zero_config(stage: int, batch_size: int) -> dict:
 
 
 def zero_engine(stage: int, dtype: torch.dtype, passes: int = 1, **changes):
-    """An engine of DeepSpeed with the script's config at this stage, and its `changes`."""
+    """Return an engine of DeepSpeed with the script's config at a stage, with `changes`."""
     os.environ["WORKSHOP_MODE"] = "smoke"
     deepspeed = load_deepspeed()
     deepspeed.init_distributed("gloo")
@@ -203,7 +203,7 @@ def zero_engine(stage: int, dtype: torch.dtype, passes: int = 1, **changes):
 
 
 def look_before_steps(engine, whole_gradient: Callable) -> tuple[list, list]:
-    """What an engine holds before each of its steps, and its first gradients: two lists.
+    """Return two lists: what an engine holds before each step, and its first gradients.
 
     They are filled when it steps, as the script's step leaves no gradients behind.
     """
@@ -270,7 +270,7 @@ STRATEGIES = {
 
 
 def train_all(strategies: dict) -> dict[str, dict]:
-    """As `parity.train_all`: ten steps in float64, and the first gradient in float32.
+    """Train as `parity.train_all`: ten steps in float64, the first gradient in float32.
 
     Of each strategy also the "test loss" after the last step.
     """

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def may_mount() -> bool:
-    """Root, and not in a container that keeps the capability CAP_SYS_ADMIN from it."""
+    """Return whether this is root, and no container keeps CAP_SYS_ADMIN from it."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:
@@ -25,22 +25,22 @@ def may_mount() -> bool:
 
 
 def outside_venv() -> bool:
-    """Python is not that of `make`."""
+    """Return whether Python is not that of `make`."""
     return Path(sys.prefix) != ROOT / ".venv"
 
 
 def installs_nothing() -> bool:
-    """Not in CI as root, where .ci/run installs the packages that tests need."""
+    """Return whether this is not CI as root, where .ci/run installs what tests need."""
     return not (os.environ.get("CI") and os.geteuid() == 0)
 
 
 def no_schemas() -> bool:
-    """Nobody said where they are: .ci/run does, if they stand beside the checkout."""
+    """Return whether nobody said where they are: .ci/run does, if they are there."""
     return not {"WORKSHOP_KUBERAY_SCHEMAS", "WORKSHOP_HUB_SCHEMA"} <= os.environ.keys()
 
 
 def lacks_electives() -> bool:
-    """Nobody installed them: .ci/run does, and then runs their tests."""
+    """Return whether nobody installed them: .ci/run does, and then runs their tests."""
     return bool(missing(*pins()))
 
 

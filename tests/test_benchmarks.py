@@ -46,7 +46,7 @@ from utils.models import GPT, SMOKE
 
 
 def noisy(factor: float, noise: float, pairs: int = 12):
-    """Pairs of seconds whose ratio is `factor`, on a machine that slows down by half."""
+    """Return pairs of seconds whose ratio is `factor`, on a machine that slows by half."""
     generator = np.random.default_rng(0)
     drift = np.repeat(np.linspace(1, 1.5, pairs), 2).reshape(pairs, 2)
     seconds = drift * np.exp(noise * generator.standard_normal([pairs, 2]))
@@ -134,7 +134,7 @@ def notebook(path, *sources):
 
 @pytest.fixture
 def three_notebooks(tmp_path, monkeypatch):
-    """Two lessons and a notebook of solutions, each of two cells."""
+    """Write two lessons and a notebook of solutions, each of two cells."""
     monkeypatch.setattr(notebooks, "ROOT", tmp_path)
     monkeypatch.setattr(executing, "ROOT", tmp_path)
     monkeypatch.setattr(seconds, "CELLS", tmp_path / "build" / "seconds.json")
@@ -370,7 +370,7 @@ def test_what_torchrun_starts_imports_no_more_than_a_script_does():
 
 
 def saved_and_reported() -> tuple[int, int]:
-    """The bytes of the plain save, and of the checkpoint that Ray Train would get."""
+    """Return the bytes of the plain save, and of the checkpoint for Ray Train."""
     dist.init_process_group("gloo")
     sizes = []
 

@@ -47,7 +47,7 @@ def names(found):
 
 
 def figure(source, **metadata):
-    """A cell that shows a picture."""
+    """Return a cell that shows a picture."""
     shown = new_output("display_data", {"image/png": "", "text/plain": "<Figure>"})
     return new_code_cell(source, outputs=[shown], metadata=metadata)
 
@@ -286,7 +286,7 @@ def test_what_a_page_takes_from_elsewhere_is_seen(tmp_path):
 
 @cache
 def made(*command):
-    """The folder of the book, written once by the command that makes it."""
+    """Return the folder of the book, written once by the command that makes it."""
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=3000
     )
@@ -351,7 +351,7 @@ def all_pages(book: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def seen(book, tmp_path_factory):
-    """What headless Chromium sees of each page, and what a search finds."""
+    """Return what headless Chromium sees of each page, and what a search finds."""
     python = browser.python()
     folder = tmp_path_factory.mktemp("browser")
     fetch = "import sys, pathlib; from tests.tools.book.__main__ import fetched; "

@@ -50,7 +50,7 @@ def test_every_exercise_is_solved_and_everything_else_stays(path):
 
 
 def bound(source):
-    """The names that a cell gives a meaning, at its top level or in a `with` or loop."""
+    """Return the names that a cell binds, at its top level or in a `with` or loop."""
     tree = ast.parse(source)
     defined = (ast.FunctionDef, ast.ClassDef)
     found = {node.name for node in tree.body if isinstance(node, defined)}
@@ -66,7 +66,7 @@ def bound(source):
 
 
 def python(cell):
-    """The source of a cell without the lines that only IPython reads."""
+    """Return the source of a cell without the lines that only IPython reads."""
     lines = cell.source.splitlines()
     return "\n".join(
         "pass" if line.lstrip()[:1] in "!%" and line else line for line in lines

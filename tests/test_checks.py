@@ -42,7 +42,7 @@ def one_exercise(monkeypatch):
 
 @pytest.fixture
 def record(tmp_path, monkeypatch):
-    """The file for what is solved, in a folder that is not there yet."""
+    """Return the file for what is solved, in a folder that is not there yet."""
     monkeypatch.delenv("WORKSHOP_PROGRESS")
     monkeypatch.setattr(
         checks.progress, "RECORD", tmp_path / "build" / "progress.jsonl"
@@ -201,7 +201,7 @@ def norm_on_rank_0(engine):
 
 
 def the_wrong_way_round(model):
-    """HSDP whose shards are in pairs, and whose replicas are on both nodes."""
+    """Shard in pairs, with replicas on both nodes: HSDP, the wrong way round."""
     names = ("replicate", "shard")
     return fully_shard(
         model, mesh=dist.init_device_mesh("cpu", (4, 2), mesh_dim_names=names)
@@ -233,7 +233,7 @@ class MakesItTwice(MakesItAgain):
 
 
 def halving(begins_anew=False, at_least=1):
-    """Counts the epochs of a search; each argument is a place for a mistake."""
+    """Count the epochs of a search; each argument is a place for a mistake."""
 
     def epochs(trials, max_epochs, rungs, factor):
         total, done = 0, 0
@@ -249,7 +249,7 @@ ENDS = ("SUCCEEDED", "FAILED", "STOPPED")
 
 
 def runs_until(ended=ENDS, again=("FAILED",), tries=None):
-    """Submits until a job has succeeded; each argument is a place for a mistake."""
+    """Submit until a job has succeeded; each argument is a place for a mistake."""
 
     def run(submit, status, limit):
         for _ in range(tries or limit):
@@ -298,13 +298,13 @@ def last_part_alone(model, parts):
 
 
 def all_parts_at_once(model, parts):
-    """Right, and sent once, but with the memory of the whole batch."""
+    """Do it right, and send once, but with the memory of the whole batch."""
     x, y = map(torch.cat, zip(*parts))
     F.cross_entropy(model(x), y).backward()
 
 
 def losses_added(model, parts):
-    """Right, and sent once, but backward begins when all parts are forward."""
+    """Do it right, and send once, but begin backward when all parts are forward."""
     sum(F.cross_entropy(model(x), y) / len(parts) for x, y in parts).backward()
 
 
@@ -373,7 +373,7 @@ def sums_every_batch(batches):
 
 
 def deals_from(start):
-    """The images from `start(seen, images)` on, dealt out to the ranks."""
+    """Return the images from `start(seen, images)` on, dealt out to the ranks."""
 
     def share(seen, images):
         rank, n = dist.get_rank(), dist.get_world_size()
@@ -392,7 +392,7 @@ def pack():
 
 
 def unpack(model=True, optimizer=True, schedule=True, seen=None):
-    """Loads the parts that are not False."""
+    """Load the parts that are not False."""
 
     def load(state, *parts):
         for part, saved, wanted in zip(parts, state, (model, optimizer, schedule)):
@@ -424,7 +424,7 @@ def optimizer_too_early(model, mesh):
 
 
 def optimizer_in_between(model, mesh):
-    """Made when the blocks are sharded, and the rest is not."""
+    """Make the optimizer when the blocks are sharded, and the rest is not."""
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     optimizer = adamw(model)
@@ -455,12 +455,12 @@ def resets_averages(model, optimizer, folder):
 
 
 def room(parameters, gpus, gpu_bytes):
-    """What the state of a model at stage 3 leaves of a GPU."""
+    """Return what the state of a model at stage 3 leaves of a GPU."""
     return gpu_bytes - memory.predict(parameters, gpus, 3, memory.MIXED).total
 
 
 def decays(spared, twice=False):
-    """Parts parameters by name: those that contain one of `spared` do not decay."""
+    """Part parameters by name: those that contain one of `spared` do not decay."""
 
     def groups(model, decay):
         named = dict(model.named_parameters())
@@ -937,7 +937,7 @@ def test_typical_mistakes_are_named(name, monkeypatch, capsys):
 
 
 def moved(start=0.0, texts=64, drew=True, rate=0.3, most=1.0, momentum=0.9):
-    """What one process is recorded to do with an answer to the last exercise.
+    """Return what one process is recorded to do with an answer to the last exercise.
 
     Two steps, with gradients of 1.
     """
@@ -1013,7 +1013,7 @@ def test_no_hint_is_the_answer(monkeypatch):
 
 
 def checked(notebook) -> dict[str, str]:
-    """The exercises that the cells of a notebook check, and what was printed."""
+    """Return the exercises that the cells of a notebook check, and what was printed."""
     found = {}
     for cell in nbformat.read(notebook, as_version=4).cells:
         if cell.cell_type == "code":

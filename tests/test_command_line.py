@@ -120,7 +120,7 @@ def test_a_mistake_keeps_its_traceback(mistake, says, tmp_path):
 
 
 def mistaken(folder: Path, mistake: str) -> Path:
-    """A script whose `main`, line 6, has a mistake."""
+    """Return a script whose `main`, line 6, has a mistake."""
     path = folder / "a_script.py"
     path.write_text(
         "import socket\n\nfrom utils import command_line\n\n"

@@ -31,7 +31,7 @@ RUN |= {line for _, lines in readme.script_lines() for line in lines}
 
 
 def is_run_or_covered(command: str, folder: Path) -> bool:
-    """Whether a test or CI runs or covers it, or it enters a folder that exists."""
+    """Return whether a test or CI runs or covers it, or it enters a folder that exists."""
     if command.startswith("cd ") and (folder / command.removeprefix("cd ")).is_dir():
         return True
     return command in RUN | readme.covered().keys() | readme.NOT_RUN
@@ -123,7 +123,7 @@ def test_lab_serves_the_first_notebook(tmp_path):
 
 
 def status(url: str) -> int | None:
-    """The status of a server's answer; None if nobody listens."""
+    """Return the status of a server's answer; None if nobody listens."""
     try:
         with urllib.request.urlopen(url, timeout=PATIENCE) as answer:
             return answer.status
@@ -135,7 +135,7 @@ def status(url: str) -> int | None:
 
 @pytest.fixture
 def two_notebooks(tmp_path, monkeypatch) -> list[Path]:
-    """A workshop of two small notebooks, the second of which fails."""
+    """Return a workshop of two small notebooks, the second of which fails."""
     monkeypatch.setattr(notebooks, "ROOT", tmp_path)
     folder = tmp_path / "01-part"
     folder.mkdir()

@@ -140,7 +140,7 @@ def test_no_network_reaches_every_rank():
 
 
 def fails_with(error):
-    """A class like torchvision's that fails where it downloads."""
+    """Return a class like torchvision's that fails where it downloads."""
 
     class Failing(Dataset):
         def __init__(self, root, train, transform, download):

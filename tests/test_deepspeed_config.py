@@ -19,7 +19,7 @@ NAMES = list(zero_config.BY_COMMAND_LINE)
 
 @pytest.fixture
 def config_of(tmp_path, monkeypatch):
-    """A function that reads the file that ships with changes, on a CPU."""
+    """Return a function that reads the file that ships with changes, on a CPU."""
     monkeypatch.setenv("WORKSHOP_MODE", "smoke")
 
     def read(command_line=(), zero=(), stage=None, **changes) -> dict:
@@ -150,7 +150,7 @@ def test_offload_leaves_the_optimizer_to_the_script(config_of, monkeypatch):
 
 
 def trained_with(path: Path) -> list[torch.Tensor]:
-    """The weights after three steps of the script with a configuration."""
+    """Return the weights after three steps of the script with a configuration."""
     import torch.distributed as dist
 
     if not dist.is_initialized():

@@ -28,14 +28,14 @@ def run_doctor(python=sys.executable, **environment):
 
 
 def states(table):
-    """The state of every check, by its name, from the printed table."""
+    """Return the state of every check, by its name, from the printed table."""
     table = table.partition("\n\n")[0]  # below it are the verdict and the block
     lines = [line for line in table.splitlines() if line[:5].strip()]
     return {line[6:18].strip(): line[:5].strip() for line in lines}
 
 
 def program(folder: Path, name: str, script: str) -> Path:
-    """An executable shell script."""
+    """Return an executable shell script."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / name
     path.write_text(f"#!/bin/bash\n{script}\n")

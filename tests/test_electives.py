@@ -25,7 +25,7 @@ CONSTRAINTS = electives.REQUIREMENTS.with_name("constraints.txt")
 
 
 def names(text: str) -> set[str]:
-    """The packages that lines of requirements pin."""
+    """Return the packages that lines of requirements pin."""
     lines = [line.partition("#")[0] for line in text.splitlines()]
     pins = [Requirement(line) for line in lines if re.match(r"\w", line)]
     assert all(str(pin.specifier).startswith("==") for pin in pins)

@@ -44,7 +44,7 @@ def test_every_package_is_pinned():
 
 
 def imported(source):
-    """The top-level names that a script, or a cell of a notebook, imports."""
+    """Yield the top-level names that a script, or a cell of a notebook, imports."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name.partition(".")[0] for alias in node.names)
@@ -53,7 +53,7 @@ def imported(source):
 
 
 def sources():
-    """Every script and every cell of code, with the file that it is of."""
+    """Yield every script and every cell of code, with the file that it is of."""
     for path in (*ROOT.glob("*.py"), *ROOT.glob("utils/**/*.py")):
         yield path, path.read_text()
     for path in (*ROOT.glob("tests/**/*.py"), *ROOT.glob("0*/**/*.py")):
@@ -93,7 +93,7 @@ def test_every_package_that_is_imported_is_pinned():
 
 
 def modules_of_utils(path: Path) -> set[str]:
-    """The modules of utils that a module of utils imports, as dotted names."""
+    """Return the modules of utils that a module of utils imports, as dotted names."""
     names = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -119,7 +119,7 @@ def test_modules_of_utils_depend_downward_only():
 
 
 def constrained(**platform):
-    """What constraints.txt pins on this platform, or another: version by name."""
+    """Return what constraints.txt pins on this platform, or another: version by name."""
     lines = (line.partition("#")[0] for line in CONSTRAINTS.read_text().splitlines())
     pins = [Requirement(line) for line in lines if line.strip()]
     here = [p for p in pins if not p.marker or p.marker.evaluate(platform)]
@@ -129,7 +129,7 @@ def constrained(**platform):
 
 
 def needed(name, extras=("",), seen=None):
-    """The installed packages that one needs, itself included, with their extras."""
+    """Return the installed packages that one needs, itself included, with their extras."""
     seen = {} if seen is None else seen
     name = canonicalize_name(name)
     for extra in {*extras, ""} - seen.setdefault(name, set()):

@@ -31,7 +31,7 @@ EPOCHS = 4
 
 
 def one_epoch(model, optimizer, epoch):
-    """Shuffled by a generator that knows the epoch; dropout draws from the global state."""
+    """Shuffle by a generator that knows the epoch; dropout draws from the global state."""
     generator = torch.Generator().manual_seed(epoch)
     inputs = torch.randn(256, 64, generator=torch.Generator().manual_seed(99))
     for batch in torch.randperm(256, generator=generator).split(32):

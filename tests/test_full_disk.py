@@ -39,7 +39,7 @@ def test_a_checkpoint_is_written_whole_or_not_at_all(small_disk, monkeypatch):
 
 
 def launch(command: list, path, *arguments) -> str:
-    """The last line that a run prints which fails."""
+    """Return the last line that a run prints which fails."""
     done = subprocess.run(
         [*command, path.name, *map(str, arguments)],
         cwd=path.parent,

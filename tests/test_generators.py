@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.part01, pytest.mark.part02, pytest.mark.part03]
 
 
 def draw(saved: bytes | None = None) -> tuple[list[float], bytes, list[float]]:
-    """What a rank draws first, the state after it, and what it draws then."""
+    """Return what a rank draws first, the state after it, and what it draws then."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)  # as for equal weights
     generators.seed_rank(7)

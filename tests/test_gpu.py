@@ -25,7 +25,7 @@ SCRIPTS = sorted(scripts.ROOT.glob("0[123]-*/train_*.py"))
 
 @pytest.fixture(params=[1, 2, 4, 8])
 def gpus(request, monkeypatch) -> int:
-    """Full mode, on a machine that says that it has so many GPUs."""
+    """Set full mode, on a machine that says that it has so many GPUs."""
     monkeypatch.setenv("WORKSHOP_MODE", "full")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: request.param)
@@ -33,7 +33,7 @@ def gpus(request, monkeypatch) -> int:
 
 
 def knobs(path: Path) -> dict:
-    """What a notebook sets by run mode, in the mode and with the GPUs of this moment."""
+    """Return what a notebook sets by run mode, in the mode and with the GPUs of now."""
     found = {name: getattr(models, name) for name in ("SMOKE", "GPT2_124M")}
     found |= {"settings": settings, "pick": settings.pick, "torch": torch}
     found["default_workers"] = settings.num_workers
@@ -53,7 +53,7 @@ def knobs(path: Path) -> dict:
 
 @functools.cache
 def step_bytes(shape: models.GPTConfig | int, batch: int) -> int:
-    """Peak of forward and backward with parameters and gradients, without any memory."""
+    """Return the peak of a step with parameters and gradients, without any memory."""
     with FakeTensorMode(), memory.count_memory() as counter:
         if isinstance(shape, int):
             model, inputs = models.resnet18(), torch.zeros(batch, 1, shape, shape)
@@ -74,13 +74,13 @@ def parameters(shape: models.GPTConfig | int) -> int:
 
 
 def needed(shape: models.GPTConfig | int, batch: int, stage: int = 0, gpus=1) -> float:
-    """Bytes of one GPU: the state that DeepSpeed's optimizer keeps, and a step."""
+    """Return the bytes of one GPU: the state of DeepSpeed's optimizer, and a step."""
     state = memory.predict(parameters(shape), gpus, stage, memory.DEEPSPEED_FP32)
     return state.optimizer + step_bytes(shape, batch)
 
 
 def sizes(path: Path) -> tuple:
-    """Shape and batch on one GPU that a notebook trains with in full mode."""
+    """Return shape and batch on one GPU that a notebook trains with in full mode."""
     found = knobs(path)
     config = [v for v in found.values() if isinstance(v, models.GPTConfig)]
     batch = found.get("batch_size", found.get("global_batch"))

@@ -38,7 +38,7 @@ def headings(path: Path) -> list[str]:
 
 
 def exercises(path: Path) -> list[str]:
-    """The exercises of a lesson's main line."""
+    """Return the exercises of a lesson's main line."""
     code = [c.source for c in outline.main_line(cells(path)) if c.cell_type == "code"]
     return [name for source in code for name in CHECK.findall(source)]
 
@@ -154,7 +154,7 @@ def test_what_may_be_skipped_is_needed_by_nothing_that_stays(number):
 
 
 def local(source: str) -> set[str]:
-    """The names that a cell binds anywhere, parameters included."""
+    """Return the names that a cell binds anywhere, parameters included."""
     nodes = list(ast.walk(ast.parse(source)))
     names = {
         n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)

@@ -26,7 +26,7 @@ WORKER = "each of the two training workers"
 
 
 def said() -> dict[str, int]:
-    """By row of the page, private memory in MiB."""
+    """Return the private memory in MiB by row of the page."""
     page = (ROOT / "02-ddp-pytorch-ray/cluster/README.md").read_text()
     table = page.split("| | where | MiB |")[1].split("\n\n")[0]
     rows = re.findall(r"^\| ([^|,]+?)[,|].*\| (\d+) \|$", table, re.MULTILINE)
@@ -34,7 +34,7 @@ def said() -> dict[str, int]:
 
 
 def private(raylet: int) -> dict[int, tuple[str, float]]:
-    """By process of a node: its name, and what it shares with no other, in MiB."""
+    """Return by process of a node its name, and what it shares with no other, in MiB."""
     found = {}
     with contextlib.suppress(psutil.NoSuchProcess):
         for process in psutil.Process(raylet).children(recursive=True):

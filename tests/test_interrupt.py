@@ -95,7 +95,7 @@ class Kernel:
                 return answer, "".join(filter(None, shown))
 
     def processes(self) -> dict[int, str]:
-        """What it started, and itself: process ids and command lines."""
+        """Return what it started, and itself: process ids and command lines."""
         found = {}
         for process in psutil.process_iter():
             try:

@@ -95,7 +95,7 @@ def head(home: Path, mode: str):
 
 @pytest.fixture(scope="module")
 def heads(tmp_path_factory):
-    """One that asks for a token, and one that does not."""
+    """Yield a head that asks for a token, and one that does not."""
     with contextlib.ExitStack() as stack:
         yield [
             stack.enter_context(head(tmp_path_factory.mktemp(mode) / "home", mode))
@@ -113,7 +113,7 @@ SHORT = {"RAY_gcs_rpc_server_connect_timeout_s": "2", "RAY_NUM_REDIS_GET_RETRIES
 
 
 def run(command: list, there: Head, **environment) -> subprocess.CompletedProcess:
-    """As that user, with the cluster's address."""
+    """Run as that user, with the cluster's address."""
     known = {"RAY_ADDRESS": there.address}
     return subprocess.run(
         command,

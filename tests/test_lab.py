@@ -138,16 +138,16 @@ class Lab:
         return self.browser("open", f"{server}/lab/tree/{path}{token}", path)
 
     def cells(self) -> list[nbformat.NotebookNode]:
-        """The cells as they are recorded in the repository."""
+        """Return the cells as they are recorded in the repository."""
         return nbformat.read(ROOT / self.notebook, as_version=4).cells
 
     def cell(self, source: str) -> int:
-        """The index of the cell that has this line."""
+        """Return the index of the cell that has this line."""
         (index,) = [i for i, c in enumerate(self.cells()) if source in c.source]
         return index
 
     def processes(self) -> set[psutil.Process]:
-        """What the kernel has started, and what those have."""
+        """Return what the kernel has started, and what those have."""
         found = set()
         for process in psutil.Process(self.server.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -156,7 +156,7 @@ class Lab:
         return found
 
     def elsewhere(self) -> list[str]:
-        """Whom the server, its kernels and their processes asked outside this machine."""
+        """Return whom the server, its kernels and their processes asked outside."""
         here = {"", "None", "localhost", "0.0.0.0", "::", "::1", socket.gethostname()}
         here |= {a.address for each in psutil.net_if_addrs().values() for a in each}
         lines = self.asked.read_text().splitlines()
@@ -178,7 +178,7 @@ class Lab:
 
 
 def listens(port: int) -> bool:
-    """Whether somebody on this machine takes connections at a port."""
+    """Return whether somebody on this machine takes connections at a port."""
     try:
         socket.create_connection(("127.0.0.1", port), timeout=PATIENCE).close()
     except ConnectionRefusedError:
@@ -232,7 +232,7 @@ def runs_to_its_end(lab: Lab) -> None:
 
 
 def kept_to_itself(lab: Lab) -> None:
-    """Nothing was asked of a network or of the reader, and nothing went wrong."""
+    """Check that nothing was asked of a network or the reader, and nothing went wrong."""
     nothing = {"elsewhere": [], "console": [], "questions": []}
     assert lab.browser("complaints") == nothing
     assert "jupyter" in lab.asked.read_text()  # what is asked here is noted
@@ -247,7 +247,7 @@ def first(tmp_path_factory) -> Iterator[tuple[Lab, dict]]:
 
 @pytest.fixture(scope="module")
 def lab(first) -> Lab:
-    """The first notebook, run to its end."""
+    """Run the first notebook to its end, and return it."""
     runs_to_its_end(first[0])
     return first[0]
 

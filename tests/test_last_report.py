@@ -35,7 +35,7 @@ def train_fn(config):
 
 
 def fit(config, callback):
-    """The lesson's, with one worker and without torch, as 30 of them run."""
+    """Fit as the lesson does, with one worker and without torch, as 30 of them run."""
     DataParallelTrainer(
         train_fn,
         scaling_config=ray.train.ScalingConfig(num_workers=1),
@@ -64,7 +64,7 @@ class Busy(tune.Callback):
 
 
 def relayed():
-    """The driver function of the lesson, as its reader copies it, with our `fit`."""
+    """Return the driver function of the lesson, as its reader copies it, with our `fit`."""
     cells = {cell.id: cell.source for cell in nbformat.read(LESSON, 4).cells}
     imported = {"ray": ray, "tune": tune, "Queue": Queue, "threading": threading}
     namespace = imported | {"fit": fit, "__name__": "__main__"}

@@ -51,7 +51,7 @@ CLUSTERS = manifests.clusters()
 
 @functools.cache  # where there is no network, it is waited for once
 def schema(name: str) -> dict:
-    """A schema, at the version that our pages name; skipped where it cannot be had."""
+    """Return a schema, at the version that our pages name; skip where it cannot be had."""
     variable, address = SCHEMAS[name]
     folder = Path(os.environ.get(variable, ROOT / "build" / "schemas"))
     file = folder / name
@@ -70,7 +70,7 @@ def schema(name: str) -> dict:
 
 
 def strict(schema):
-    """A copy of a schema that refuses what it does not know, as `kubectl apply` does."""
+    """Return a copy of a schema that refuses what it does not know, as `kubectl` does."""
     if isinstance(schema, list):
         return [strict(each) for each in schema]
     if not isinstance(schema, dict):
@@ -84,7 +84,7 @@ def strict(schema):
 
 @functools.cache
 def validator(kind: str) -> jsonschema.Draft202012Validator:
-    """Of KubeRay's two kinds, and of the values of the chart jupyterhub."""
+    """Return that of KubeRay's two kinds, or of the values of the chart jupyterhub."""
     if kind == "hub":
         return jsonschema.Draft202012Validator(schema("values.schema.yaml"))
     definition = schema(f"ray.io_{kind.lower()}s.yaml")
@@ -95,7 +95,7 @@ def validator(kind: str) -> jsonschema.Draft202012Validator:
 
 
 def schema_faults(kind: str, document: dict) -> list[str]:
-    """What the schema of its kind says against a manifest, or values of the hub."""
+    """Return what the schema of its kind says against a manifest, or values of the hub."""
     if kind == "hub":  # Helm asks the schema once ours are in the chart's
         document = merged(schema("values.yaml"), document)
     found = validator(kind).iter_errors(document)
@@ -112,7 +112,7 @@ def head(spec):
 
 
 def pod(spec):
-    """The specification of the first worker's pod."""
+    """Return the specification of the first worker's pod."""
     return list(manifests.pods(spec))[1][1]
 
 
@@ -128,7 +128,7 @@ def variable(container, name, value):
 
 
 def set_in(*path_and_value):
-    """A function that sets a value in the specification of a Ray cluster."""
+    """Return a function that sets a value in the specification of a Ray cluster."""
     *path, last, value = path_and_value
 
     def breaks(spec):
@@ -194,7 +194,7 @@ def test_kuberay_refuses(fault):
 
 
 def merged(values: dict, more: dict) -> dict:
-    """What Helm makes of two files of values: maps are merged, all else is replaced."""
+    """Return what Helm makes of two files of values: maps are merged, the rest replaced."""
     both = copy.deepcopy(values)
     for key, value in more.items():
         old = both.get(key)
@@ -228,7 +228,7 @@ def test_the_hub_refuses(path, value):
 
 
 def kubernetes_objects() -> dict[str, dict]:
-    """What Kubernetes itself has a schema of: our objects, and the pods of Ray."""
+    """Return what Kubernetes itself has a schema of: our objects, and the pods of Ray."""
     found = {}
     for folder in FOLDERS:
         for each in built(folder):
@@ -395,7 +395,7 @@ def test_the_policy_of_the_gpu_cluster_is_its_own():
 
 
 def read(path: Path) -> list:
-    """What the rule of a file looks at: its documents, or its text."""
+    """Return what the rule of a file looks at: its documents, or its text."""
     return (
         documents(path)
         if path.suffix == ".yaml" or path.suffix == ".yml"
@@ -532,7 +532,7 @@ def test_no_file_has(what):
 
 
 def named_files(text: str) -> list[str]:
-    """The files that the commands of a page name, from the root of the repository."""
+    """Return the files that the commands of a page name, from the repository's root."""
     return re.findall(
         r"(?:(?<=[\s'\"`=])|(?<=\"/)|(?<=workshop/))(0\d-[\w./*-]+)", text
     )
@@ -640,7 +640,7 @@ SMALLER = {  # what the workflow adds to a command of the page, or changes in it
 
 
 def steps_of_the_page(text: str) -> dict[str, str]:
-    """The numbered steps of Kubernetes and the hub: their names, and all commands."""
+    """Return the numbered steps of Kubernetes and the hub: names, and all commands."""
     text = text[text.index("## Kubernetes\n") : text.index("## Anyscale\n")]
     found = re.findall(r"^\*\*\d+\. (.+?)[.,:]?\*\*|^### (Who .+)$", text, re.MULTILINE)
     names = [numbered or heading for numbered, heading in found]

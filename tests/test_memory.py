@@ -55,7 +55,7 @@ def default_dtype():
 
 
 def kept(config, checkpointing=False) -> int:
-    """Bytes that a forward pass of 4 texts keeps; on fake tensors, so of any size."""
+    """Return bytes that a forward pass of 4 texts keeps; fake tensors are of any size."""
     with FakeTensorMode(), memory.count_memory() as counter:
         model = GPT(config)
         for block in model.blocks if checkpointing else ():

@@ -45,7 +45,7 @@ TASKS = 'sum(ray_tasks{Name="counted", State="FINISHED"})'
 
 @pytest.fixture(scope="module")
 def known():
-    """Prometheus's address, with the configuration of this repository, and the run."""
+    """Yield Prometheus's address, with this repository's configuration, and the run."""
     if not shutil.which("prometheus"):
         pytest.skip("Prometheus is not installed here")
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:
@@ -69,7 +69,7 @@ def known():
 
 
 def said(address: str, number: str, expected: float) -> float:
-    """What Prometheus says, once it is about that."""
+    """Return what Prometheus says, once it is about that."""
     values = [None]
 
     def is_said() -> bool:
@@ -94,7 +94,7 @@ def test_the_numbers_are_those_of_the_run(known):
     assert "more" in running.stdout.readline()
 
     def much_elsewhere() -> float:
-        """0 also where a scrape was late: Prometheus answers nothing then."""
+        """Return 0 also where a scrape was late: Prometheus answers nothing then."""
         answer = produce.ask(address, SPILLED)
         found = float(answer[0]["value"][1]) if answer else 0.0
         return found if found >= 4 * OBJECT else 0.0
@@ -109,7 +109,7 @@ def test_every_target_answers_and_another_name_does_not(known):
     address, _ = known
 
     def all_up() -> bool:
-        """In one answer: a scrape that comes later than a second counts as a 0."""
+        """Ask once for all: a scrape that comes later than a second counts as a 0."""
         up = [one["value"][1] for one in produce.ask(address, "up")]
         assert len(up) == 3
         return up == ["1"] * 3

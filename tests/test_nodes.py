@@ -60,7 +60,7 @@ class Cluster(NamedTuple):
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of a user of any of these machines."""
+        """Return that of a user of any of these machines."""
         ours = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
         ours |= {"WORKSHOP_MODE": "smoke", "WORKSHOP_STORAGE": str(self.shared)}
         ours |= {"RAY_ADDRESS": f"{self.head.address}:6379", "HOME": str(self.local)}
@@ -121,7 +121,7 @@ class Cluster(NamedTuple):
 def cluster(
     folder: Path, num_nodes: int, num_cpus: int = 1, **environment: str
 ) -> Iterator[Cluster]:
-    """A head and some nodes, whose Ray starts with further variables, all at once."""
+    """Yield a head and some nodes, whose Ray starts with further variables, all at once."""
     shared, local = folder / "shared", folder / "local"
     for made in (shared, local, Path("/tmp/ray")):
         made.mkdir(parents=True, exist_ok=True)
@@ -151,19 +151,19 @@ def two_nodes(tmp_path_factory) -> Iterator[Cluster]:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Of the last checkpoint of a run of train_ray_ddp.py."""
+    """Return those of the last checkpoint of a run of train_ray_ddp.py."""
     *_, file = sorted(folder.rglob("checkpoint.pt"))
     return torch.load(file, weights_only=True)["model"]
 
 
 def train_ray_ddp(folder: Path, *arguments: str) -> list[str]:
-    """What to type for two epochs on both nodes."""
+    """Return what to type for two epochs on both nodes."""
     command = [scripts.TRAIN_RAY_DDP, "--num-workers", "2", "--epochs", "2"]
     return [*command, "--batch-size", "128", "--checkpoint-dir", folder, *arguments]
 
 
 def part03(script: str, folder: Path, *arguments: str) -> list[str]:
-    """What to type for ten steps on both nodes."""
+    """Return what to type for ten steps on both nodes."""
     path = scripts.ROOT / "03-fsdp-deepspeed" / script
     command = [path, "--num-workers", "2", "--steps", "10", "--save-every", "5"]
     return [*command, "--checkpoint-dir", folder, *arguments]
@@ -173,7 +173,7 @@ ONE_WORKER = ["--num-workers", "1"]  # two such runs train side by side
 
 
 def with_data(folder: Path) -> list[str]:
-    """What to type for an epoch of one worker; the other node's CPU reads."""
+    """Return what to type for an epoch of one worker; the other node's CPU reads."""
     command = [scripts.TRAIN_RAY_DDP_WITH_RAY_DATA, *ONE_WORKER, "--smoke-test"]
     return [*command, "--num-epochs", "1", "--checkpoint-dir", folder]
 
@@ -206,7 +206,7 @@ def wait_for(true: Callable[[], object], run: Run) -> None:
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """Whether a run of train_ray_ddp.py has one that counts: the controller noted it."""
+    """Return whether a run of train_ray_ddp.py has one that its controller noted."""
     noted = folder / "train_ray_ddp" / "checkpoint_manager_snapshot.json"
     return noted.exists() and "checkpoint_2" in noted.read_text()
 
@@ -233,13 +233,13 @@ WAITS = "Of the cluster's 2 CPU, 0 are free: this run waits until other jobs"
 
 
 def variables(folder: Path) -> dict[str, str]:
-    """What a job may bring along."""
+    """Return what a job may bring along."""
     return {"WORKSHOP_MODE": "smoke", "WORKSHOP_STORAGE": str(folder)}
 
 
 @pytest.fixture(scope="module")
 def runs(two_nodes) -> dict[str, Run]:
-    """What begins while a job holds both nodes, and goes on when that has ended."""
+    """Return what begins while a job holds both nodes, and goes on when that has ended."""
     shared = two_nodes.shared
     program, holds = shared / "hold.py", shared / "holds"
     program.write_text(HOLD)
@@ -507,7 +507,7 @@ def test_eight_nodes_start_train_and_end(tmp_path):
 
 
 def listed(terminal: "Terminal") -> set[str]:
-    """The nodes that `ray status` lists."""
+    """Return the nodes that `ray status` lists."""
     return set(re.findall("node_[0-9a-f]+", terminal.type("ray status")))
 
 
@@ -515,7 +515,7 @@ PAGE = scripts.ROOT / "02-ddp-pytorch-ray" / "cluster" / "README.md"
 
 
 def steps(page: str, names: dict[str, str]) -> list[list[list[str]]]:
-    """The commands of the page's machines, by step and block, with an operator's names."""
+    """Return the page's commands, by step and block, with an operator's names."""
     section = page.partition("\n## Machines of your own\n")[2].partition("\n## ")[0]
     for written, name in names.items():
         assert written in section

@@ -188,7 +188,7 @@ def test_three_questions_end_the_main_line_and_its_cells_answer_them(path):
 
 
 def cells_of_code_below(anchor: str, cells: list) -> int:
-    """How many cells of code a section has, up to the next heading as large as its own."""
+    """Count the cells of code of a section, up to the next heading as large as its own."""
     level = count = 0
     for cell in cells:
         if cell.cell_type == "code":
@@ -229,7 +229,7 @@ def test_a_figure_that_a_lesson_does_not_have_is_named():
 
 
 def bound_and_used(cells: list) -> tuple[set[str], set[str]]:
-    """Names that cells of code bind, and names that they use."""
+    """Return names that cells of code bind, and names that they use."""
     bound, used = set(), set()
     for cell in cells:
         if cell.cell_type != "code":
@@ -249,7 +249,7 @@ def bound_and_used(cells: list) -> tuple[set[str], set[str]]:
 
 
 def taken_from_other_trips(cells: list) -> dict[str, set[str]]:
-    """By side trip, names of another one that it uses and nobody else binds."""
+    """Return by side trip the names of another one that it uses and nobody else binds."""
     main, _ = bound_and_used(outline.main_line(cells))
     trips = {h: bound_and_used(t) for h, t in outline.side_trips(cells).items()}
     found = {}
@@ -278,7 +278,7 @@ def test_links_are_rendered(notebook):
 
 
 def texts(path: Path) -> str:
-    """What a page, or the cells of a notebook, say; without what is quoted as code."""
+    """Return what a page, or a notebook's cells, say; without what is quoted as code."""
     text = path.read_text()
     if path.suffix == ".ipynb":
         cells = nbformat.read(path, as_version=4).cells
@@ -288,7 +288,7 @@ def texts(path: Path) -> str:
 
 @cache
 def anchors(path: Path) -> set[str]:
-    """What may stand behind `#` in a link to a page, as GitHub names its headings."""
+    """Return what may stand behind `#` in a link to a page, as GitHub names headings."""
     text = path.read_text()
     if path.suffix == ".ipynb":
         text = "\n".join(
@@ -300,7 +300,7 @@ def anchors(path: Path) -> set[str]:
 
 
 def dead_links(path: Path) -> list[str]:
-    """Links of a page or notebook to a file, or to a heading, that is not there."""
+    """Return links of a page or notebook to a file, or to a heading, that is not there."""
     dead = []
     for link in re.findall(r"\]\(([^)\s]+)\)", texts(path)):
         if re.match(r"[a-z]+:", link):  # another site
@@ -333,7 +333,7 @@ def test_notebook_proves_something(notebook):
 
 
 def functions(path) -> dict[str, ast.FunctionDef]:
-    """The functions that the cells of a notebook define, by name."""
+    """Return the functions that the cells of a notebook define, by name."""
     cells = code_cells(nbformat.read(path, as_version=4))
     sources = [c.source for c in cells if re.search(r"^def ", c.source, re.MULTILINE)]
     nodes = [node for source in sources for node in ast.parse(source).body]
@@ -376,7 +376,7 @@ def test_functions_of_the_ray_notebook_are_those_of_the_script():
 
 @pytest.fixture(scope="module")
 def canaries(tmp_path_factory) -> dict[str, str]:
-    """Notebooks of one cell, compared as the lessons are: PASSED or FAILED each.
+    """Compare notebooks of one cell as lessons are; return PASSED or FAILED for each.
 
     All in one run of pytest, with the options and plugins of this project.
     """

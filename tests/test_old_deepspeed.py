@@ -22,7 +22,7 @@ TERMS = "test_a_term_that_goes_round_the_engine_counts_once"
 
 
 def outcomes(folder: Path, version: str, test: str) -> dict[str, str]:
-    """Of a test of stages, with this DeepSpeed: by stage, PASSED or FAILED.
+    """Run a test of stages with this DeepSpeed; return PASSED or FAILED by stage.
 
     It is in a folder of its own, which Python searches before the environment.
     """

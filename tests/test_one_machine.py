@@ -192,7 +192,7 @@ def measured(hub: one_machine.Hub, work: Callable[[], object]) -> dict[str, floa
 
 
 def memory_by_user(process: psutil.Process) -> dict[int, int]:
-    """Private bytes of a process and all below it, by user; -1: what they share."""
+    """Return private bytes of a process and all below it, by user; -1: what they share."""
     found: dict[int, int] = defaultdict(int)
     for each in [process, *process.children(recursive=True)]:
         with contextlib.suppress(psutil.Error):  # it has just ended
@@ -203,7 +203,7 @@ def memory_by_user(process: psutil.Process) -> dict[int, int]:
 
 
 def draw(needs: dict[int, dict[str, float]]) -> None:
-    """Memory and core seconds of 1, 2 and 3 people, and lines through them to 30."""
+    """Draw memory and core seconds of 1, 2 and 3 people, and lines through them to 30."""
     people = np.array(list(needs))
     figure, both = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
     figure.suptitle("Lesson 02/02, at the same time")

@@ -25,7 +25,7 @@ WORKERS = (1, 2, 3)
 
 
 def runs(*strategies: dict) -> pytest.MarkDecorator:
-    """Each strategy with 1, 2 and 3 workers, of which `make test` runs those with 2."""
+    """Return each strategy with 1, 2 and 3 workers; `make test` runs those with 2."""
     chosen = [
         pytest.param(
             n, name, id=f"{n} workers-{name}", marks=[pytest.mark.slow] * (n != 2)
@@ -38,7 +38,7 @@ def runs(*strategies: dict) -> pytest.MarkDecorator:
 
 
 def reference(**options) -> parity.Both:
-    """What one process does: no wrap, no averaging."""
+    """Return what one process does: no wrap, no averaging."""
     step = parity.step_without_averaging
     return parity.alone(parity.Strategy(lambda model: model, step, **options))
 
@@ -64,7 +64,7 @@ def compared(
 
 @cache
 def with_ranks(num_workers: int) -> dict[str, dict[str, float]]:
-    """In processes with the environment of torchrun, without its seconds of imports."""
+    """Run in processes with torchrun's environment, without its seconds of imports."""
     chosen = dict(parity.STRATEGIES)
     if num_workers == 2:
         chosen |= parity.CONTROLS
@@ -80,7 +80,7 @@ def with_shards(num_workers: int) -> dict[str, dict[str, float]]:
 
 @cache
 def on_a_grid() -> dict[str, dict[str, float]]:
-    """Distances of all layouts and mistakes on 2 x 2 ranks, and the "state" of rank 0."""
+    """Return distances of all layouts and mistakes on 2 x 2 ranks, and rank 0's "state"."""
     whole_run = two_dimensions.LAYOUTS | {
         "shards nothing": two_dimensions.shards_nothing
     }
@@ -98,7 +98,7 @@ def on_a_grid() -> dict[str, dict[str, float]]:
 
 @pytest.fixture
 def distance(name: str, num_workers: int) -> dict[str, float]:
-    """From the results of one process, by what is compared."""
+    """Return it from the results of one process, by what is compared."""
     if name in sharding.STRATEGIES:
         return with_shards(num_workers)[name]
     return with_ranks(num_workers)[name]
@@ -147,7 +147,7 @@ def test_a_mistake_is_seen(name):
 
 
 def mistakes_of_sharding() -> dict[str, torch.Tensor]:
-    """The first gradient where it is summed; a weight, and what its shards became."""
+    """Return the first gradient where it is summed; a weight, and what its shards are."""
     summed = sharding.fsdp2(torch.float64, steps=1, sum_gradients=True)["gradients"]
     with torch.device("meta"):
         model = sharding.GPT(sharding.CONFIG)
@@ -173,7 +173,7 @@ def test_mistakes_of_sharding_are_seen():
 
 
 def sharded_state(name: str) -> float:
-    """Bytes of state per rank in float32, by the formula."""
+    """Return bytes of state per rank in float32, by the formula."""
     model = sharding.build_model(torch.float32)
     here = sum(p.numel() for p in model.parameters())
     if name == "tensor parallel":  # half of what is cut, and all else

@@ -67,7 +67,7 @@ def test_ray_train_ddp_equals_one_process(own_ray):
 
 
 def streamed(shards: list[str], decode, ranks: int) -> list[list[dict]]:
-    """Ten shuffled batches for each rank, as Ray Data deals them out."""
+    """Return ten shuffled batches for each rank, as Ray Data deals them out."""
     dataset = ray.data.read_parquet(shards, shuffle="files").map_batches(
         lambda batch: decode(batch) | {"id": batch["id"]}, batch_size=32
     )
@@ -82,7 +82,7 @@ def streamed(shards: list[str], decode, ranks: int) -> list[list[dict]]:
 
 
 def loaded(shards: list[str], orders: list[list[list[int]]]) -> list[list[tuple]]:
-    """By rank, what a DataLoader makes of the same files, given the rows of each batch."""
+    """Return by rank what a DataLoader makes of the same files, given each batch's rows."""
     rows = pq.read_table(shards).to_pydict()
     pictures = [np.asarray(Image.open(io.BytesIO(image))) for image in rows["image"]]
     images = torch.tensor(np.stack(pictures))[:, None] / 255

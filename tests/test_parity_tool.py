@@ -153,7 +153,7 @@ QUICK = {
 
 
 def expected(family: str) -> dict[str, tuple[Program, set[str]]]:
-    """By name, each program of a family and what is to be found."""
+    """Return by name each program of a family and what is to be found."""
     table = {name: [options] for name, options in RIGHT.items()} | MISTAKES | PAIRS
     return {
         name: (Program(**{"family": family} | options), set(names))
@@ -164,7 +164,7 @@ def expected(family: str) -> dict[str, tuple[Program, set[str]]]:
 
 @cache
 def reports(family: str, quick: bool, sizes=(2,)) -> dict[str, parity.Report]:
-    """All programs in a start of processes for one process, and one for each size."""
+    """Run all programs in a start of processes for one process, and one for each size."""
     chosen = QUICK[family] if quick else [*set(expected(family)) - set(QUICK[family])]
     programs = {name: training(expected(family)[name][0]) for name in sorted(chosen)}
     return parity.check_all(programs, world_sizes=sizes)
@@ -252,7 +252,7 @@ def test_programs_that_the_tool_had_not_seen(path):
 
 
 def records_of(*programs: parity.Training) -> list[list[parity.Record]]:
-    """On a rank: what all ranks did, by program; the group is of another launcher."""
+    """Return what all ranks did, by program; the group is of another launcher."""
     dist.init_process_group("gloo")
     found = []
     for program in programs:
@@ -428,7 +428,7 @@ def test_it_imports_torch_and_nothing_else_that_is_installed():
 
 
 def run_in(folder: Path, command: list[str], **env: str) -> str:
-    """What a command prints that judges FILE in a folder of its own."""
+    """Return what a command prints that judges FILE in a folder of its own."""
     (folder / "my_training.py").write_text(FILE)
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     run = subprocess.run(

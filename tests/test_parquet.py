@@ -13,7 +13,7 @@ pytestmark = pytest.mark.part02
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory):
-    """Eight files of 48 rows."""
+    """Write eight files of 48 rows."""
     folder = tmp_path_factory.mktemp("shards")
     return list(write_shards(folder, 4e-4, image_size=28, rows_per_shard=48))
 

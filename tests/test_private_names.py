@@ -156,7 +156,7 @@ USED = [
 
 
 def is_there(name: str) -> bool:
-    """Whether an entry of the list is in the package that is installed."""
+    """Return whether an entry of the list is in the package that is installed."""
     package, colon, word = name.partition(": ")
     if not colon:
         try:

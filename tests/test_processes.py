@@ -124,7 +124,7 @@ MANY = 1000
 
 
 def faults() -> int:
-    """Page faults of this thread for a large block, after one of that size was freed."""
+    """Return this thread's page faults for a large block, after freeing one like it."""
     for _ in range(2):
         before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
         block = b"x" * (40 << 20)
@@ -134,7 +134,7 @@ def faults() -> int:
 
 @pytest.fixture
 def by_value():
-    """Functions from here are sent as those of a notebook: without importing this."""
+    """Send functions from here as those of a notebook: without importing this."""
     module = sys.modules[__name__]
     for library in (cloudpickle, ray.cloudpickle):
         library.register_pickle_by_value(module)
@@ -145,7 +145,7 @@ def by_value():
 
 @pytest.fixture
 def script(tmp_path) -> Path:
-    """A script that imports utils as those of the workshop do, and prints its faults."""
+    """Write a script that imports utils as the workshop's do, and prints its faults."""
     path = tmp_path / "train.py"
     lines = ["import resource", "from utils import settings", inspect.getsource(faults)]
     path.write_text("\n".join([*lines, "print(faults())"]))

@@ -142,7 +142,7 @@ def test_what_a_page_names_is_there(page):
 
 @pytest.fixture(scope="module")
 def tools(tmp_path_factory):
-    """The folder of programs that no reader needs, installed from the registry."""
+    """Return the folder of programs that no reader needs, installed from the registry."""
     folder = tmp_path_factory.mktemp("tools")
     subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=PATIENCE)
     install = [folder / "bin" / "python", "-m", "pip", "install", "--quiet", *TOOLS]

@@ -34,7 +34,7 @@ GOES_ON = Mock(agreed=lambda: stopping.NOTHING)  # nobody asks it to stop
 
 
 def write_with_a_damaged_page(path, table):
-    """A file with a whole footer, of which a compressed page cannot be read."""
+    """Write a file with a whole footer, and a compressed page that cannot be read."""
     pq.write_table(table, path, compression="zstd")
     image = pq.read_metadata(path).row_group(0).column(1)
     assert image.path_in_schema == "image"
@@ -47,7 +47,7 @@ def write_with_a_damaged_page(path, table):
 
 @pytest.fixture(scope="module")
 def damaged(tmp_path_factory):
-    """48 rows per file: an image of 0 is corrupt, 3 is cut, a page of 4 is damaged."""
+    """Write 48 rows a file: an image of 0 is corrupt, 3 is cut, a page of 4 is damaged."""
     folder = tmp_path_factory.mktemp("damaged")
     paths = list(write_shards(folder, 1.6e-4, image_size=28, rows_per_shard=48))
     assert len(paths) == 4
@@ -62,7 +62,7 @@ def damaged(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole_files(damaged, tmp_path_factory):
-    """The first three of them: one image is still corrupt."""
+    """Return the first three of them: one image is still corrupt."""
     folder = tmp_path_factory.mktemp("whole") / "files"
     shutil.copytree(damaged, folder)
     for number in (3, 4):
@@ -72,7 +72,7 @@ def whole_files(damaged, tmp_path_factory):
 
 @pytest.fixture
 def own_ray(monkeypatch):
-    """One Ray for all runs here, which a run that fails would end."""
+    """Start one Ray for all runs here, which a run that fails would end."""
     start_ray(2, log_to_driver=True)  # as the script does
     monkeypatch.setattr(ray, "shutdown", lambda: None)
 
@@ -85,7 +85,7 @@ def end_ray():
 
 @pytest.fixture
 def call(monkeypatch):
-    """A function that runs the script here, with arguments."""
+    """Return a function that runs the script here, with arguments."""
 
     def main(*arguments) -> None:
         monkeypatch.setattr(sys, "argv", [script.__name__, *map(str, arguments)])
@@ -186,7 +186,7 @@ def test_decode_gives_black_and_a_label_that_the_loss_ignores():
 
 
 def a_bomb():
-    """A PNG whose header claims 60,000 x 60,000 pixels, which Pillow refuses."""
+    """Return a PNG whose header claims 60,000 x 60,000 pixels, which Pillow refuses."""
     image = bytearray(encode_png(np.zeros([2, 2], np.uint8)))
     image[16:24] = struct.pack(">II", 60_000, 60_000)
     image[29:33] = struct.pack(">I", zlib.crc32(image[12:29]))
@@ -259,7 +259,7 @@ def test_an_epoch_stays_on_its_device(monkeypatch):
 
 
 def read_images(folder, on_corrupt):
-    """Of all files in a folder."""
+    """Return those of all files in a folder."""
     return script.read_images(*script.parquet.find_parquet(str(folder)), on_corrupt)
 
 
@@ -309,7 +309,7 @@ class TestReading:
 
 @pytest.fixture
 def no_ray(monkeypatch):
-    """To say what is wrong with the data it needs none, once it has started."""
+    """Take Ray away: to say what is wrong with the data it needs none, once started."""
     for name in ("start_ray", "preflight"):
         monkeypatch.setattr(script, name, Mock())
 

@@ -16,7 +16,7 @@ LESSON = "01-part/01_tiny.ipynb"
 
 
 def seat(folder: Path, source: str) -> Path:
-    """A clone with one lesson and an environment, whose path may have a space."""
+    """Return a clone with one lesson and an environment, whose path may have a space."""
     (folder / "01-part").mkdir(parents=True)
     for name in ("tests", "utils", "README.md", "requirements.txt", "pyproject.toml"):
         (folder / name).symlink_to(notebooks.ROOT / name)

@@ -15,7 +15,7 @@ from tests.tools import notebooks, repeat
 
 @pytest.fixture
 def loops(monkeypatch) -> list[list[int]]:
-    """The process ids of the loops beside each run."""
+    """Return the process ids of the loops beside each run."""
     found, busy = [], repeat.busy
 
     @contextlib.contextmanager
@@ -37,7 +37,7 @@ def root(tmp_path, monkeypatch):
 
 
 def columns(printed: str) -> dict[str, list[str]]:
-    """By the name in its first column, the runs and the green ones of each row."""
+    """Return the runs and the green ones of each row, by the name in its first column."""
     rows = [line.strip("| ").split(" | ") for line in printed.splitlines()]
     return {row[0]: row[1:3] for row in rows if len(row) == 5 and row[1].isdigit()}
 

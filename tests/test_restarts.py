@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.part01, pytest.mark.part02]
 
 
 def train(saved, steps, options):
-    """Some steps on this rank, with noise for data: model and optimizer at the end."""
+    """Take some steps on this rank, with noise for data; return model and optimizer."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6)))

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.part01, pytest.mark.part02, pytest.mark.xdist_group("r
 
 
 def train_on_two_ranks(*arguments) -> tuple[str, str]:
-    """`main` of train_ddp.py on two ranks; what each of them printed."""
+    """Run `main` of train_ddp.py on two ranks; return what each of them printed."""
 
     def rank() -> str:
         sys.argv = [scripts.TRAIN_DDP.name, *map(str, arguments)]
@@ -47,7 +47,7 @@ def kill_a_ray_worker(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> dict[Path, tuple[Path, str]]:
-    """Of both scripts: checkpoint folder and output.
+    """Return checkpoint folder and output of both scripts.
 
     After the first epoch a worker under Ray is killed, and torchrun's run is resumed: both
     go on from a checkpoint, with the same rounding.
@@ -82,7 +82,7 @@ def trained(tmp_path_factory) -> dict[Path, tuple[Path, str]]:
 
 
 def saved_state(folder: Path) -> dict:
-    """The state after the second of two epochs, the newest of two that are kept."""
+    """Return the state after the second of two epochs, the newest of two that are kept."""
     files = [*folder.glob("step-*.pt"), *folder.glob("*/checkpoint_*/checkpoint.pt")]
     states = [torch.load(file, weights_only=True) for file in files]
     assert sorted(state["epoch"] for state in states) == [1, 2]

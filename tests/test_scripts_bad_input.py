@@ -32,7 +32,7 @@ BOTH = pytest.mark.parametrize(
 
 @pytest.fixture
 def complaint(monkeypatch):
-    """A function that calls a script here, as the only rank, and returns its sentence."""
+    """Return a function that calls a script here, as the only rank, for its sentence."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
@@ -80,7 +80,7 @@ def test_bad_input_gets_one_sentence(path, what, complaint, tmp_path, monkeypatc
 
 @pytest.fixture
 def proxies_anew():
-    """urllib keeps the proxies that its first request has found, for the whole process."""
+    """Let urllib look for proxies anew: it keeps those of its first request."""
     urllib.request.install_opener(None)
     yield
     urllib.request.install_opener(None)
@@ -130,7 +130,7 @@ RUN = {"--lr": 0.1, "--batch-size": 32}
 
 
 def saved(**changes) -> bytes:
-    """A checkpoint of a small model, with changes."""
+    """Return a checkpoint of a small model, with changes."""
     model, optimizer = build()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     file = io.BytesIO()
@@ -196,7 +196,7 @@ def test_a_checkpoint_that_does_not_fit(path, how, tmp_path, monkeypatch):
 
 
 def load(script, folder: Path, monkeypatch, run=RUN) -> dict:
-    """What a script loads a checkpoint with: where it goes on."""
+    """Return what a script loads a checkpoint with: where it goes on."""
     monkeypatch.setattr(script.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(script.dist, "get_world_size", lambda: 1)
     if "ray" not in script.__name__:

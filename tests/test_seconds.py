@@ -48,7 +48,7 @@ class Reporter:
 
 
 def summary(monkeypatch, status, warm_fit=lambda: 8.0, **outcomes) -> list[str]:
-    """What a run of `make test` prints in a process that is 400 s old."""
+    """Return what a run of `make test` prints in a process that is 400 s old."""
     monkeypatch.setattr(seconds, "warm_fit", warm_fit)
     started = seconds.psutil.Process().create_time()
     monkeypatch.setattr(seconds.time, "time", lambda: started + 400)

@@ -59,7 +59,7 @@ PROGRAMS = {
 
 
 def listening(process: psutil.Process) -> set[tuple[str, str, int]]:
-    """Where a process and its children listen: kind of process, address and port."""
+    """Return where a process and its children listen: kind of process, address and port."""
     found = set()
     for each in [process, *process.children(recursive=True)]:
         with contextlib.suppress(psutil.NoSuchProcess):

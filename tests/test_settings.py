@@ -13,7 +13,7 @@ from utils.errors import BadInput
 
 @pytest.fixture(params=[True, False], ids=["cuda", "no cuda"])
 def cuda(request, monkeypatch):
-    """A machine with three GPUs, and one without any."""
+    """Set up a machine with three GPUs, and one without any."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: request.param)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3 * request.param)
     return request.param

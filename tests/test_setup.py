@@ -309,7 +309,7 @@ def test_a_tier_is_chosen_by_marks(clone, arguments, chosen):
 
 @pytest.fixture
 def with_electives(clone):
-    """A copy that has the electives' pins, too."""
+    """Return a copy that has the electives' pins, too."""
     folder = clone.folder / ELECTIVES
     folder.mkdir(parents=True)
     for name in ("requirements.txt", "constraints.txt"):

@@ -46,7 +46,7 @@ def zero_all() -> dict:
 
 
 def with_counter_set_back(*args, make=sharding.zero_engine, **changes):
-    """An engine whose AdamW has counted a step before the first one, and no longer does."""
+    """Return an engine whose AdamW had counted a step too many, and no longer does."""
     engine = make(*args, **changes)
     for state in engine.optimizer.optimizer.state.values():
         assert state["step"] == 1
@@ -60,7 +60,7 @@ def one_process() -> dict:
 
 
 def on_two_ranks(train_all: Callable[[], dict]) -> dict:
-    """The results of rank 0, with the state of both ranks."""
+    """Return the results of rank 0, with the state of both ranks."""
     results, others = run_ranks(train_all, 2)
     for name, result in results.items():
         result["state"] = [result["state"], others[name]["state"]]
@@ -68,7 +68,7 @@ def on_two_ranks(train_all: Callable[[], dict]) -> dict:
 
 
 def two_terms_on_this_rank() -> dict:
-    """By stage, the whole gradients of two passes."""
+    """Return by stage the whole gradients of two passes."""
     found = {}
     for stage in (1, 2, 3):
         engine = sharding.zero_engine(stage, torch.float32, passes=2)

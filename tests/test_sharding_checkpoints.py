@@ -47,7 +47,7 @@ def start(*command) -> subprocess.Popen:
 
 
 def undisturbed(script: Path) -> str:
-    """What a script should report: the losses of two forked ranks that run through."""
+    """Return what a script should report: the losses of two forked ranks."""
 
     def train() -> dict:
         sys.argv = [script.name, "--smoke-test", "--steps", str(STEPS)]
@@ -141,7 +141,7 @@ def build_zero(stage: int, batch_size: int = 12, config=sharding.CONFIG):
 
 
 def fill_the_disk() -> None:
-    """From here on, no file of this process gets longer than 64 KiB."""
+    """Let no file of this process get longer than 64 KiB from here on."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16))
 
 
@@ -341,7 +341,7 @@ def test_folders_are_written_to_before_training(tmp_path, monkeypatch):
 def call(
     script: Path, monkeypatch, *flags, rank: str | None = "0", mode: str = "smoke"
 ):
-    """The script's `main` in this process, as if it were rank 0, or without a launcher."""
+    """Call the script's `main` in this process, as if rank 0, or without a launcher."""
     monkeypatch.setenv("WORKSHOP_MODE", mode)
     monkeypatch.delenv("RANK", raising=False)
     if rank:

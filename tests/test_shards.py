@@ -119,7 +119,7 @@ def test_it_streams_one_file_at_a_time(tmp_path):
 
 
 def write_until_killed(folder) -> None:
-    """In the middle of the fourth file."""
+    """End in the middle of the fourth file."""
     images = iter(range(3 * 48 + 40))
 
     def encode_or_die(image):

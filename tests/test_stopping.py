@@ -80,7 +80,7 @@ class Job:
             self.lines.append(line)
 
     def said(self, pattern: str) -> str | None:
-        """The first line that holds the pattern, if it has been printed."""
+        """Return the first line that holds the pattern, if it has been printed."""
         return next(
             (line for line in list(self.lines) if re.search(pattern, line)), None
         )
@@ -100,7 +100,7 @@ class Job:
 
 
 def final(script: Path, folder: Path) -> dict[str, torch.Tensor]:
-    """The weights at the end of a run."""
+    """Return the weights at the end of a run."""
     if script in (FSDP2, DEEPSPEED):
         return torch.load(folder / "model.pt", weights_only=True)
     files = folder.rglob("*.pt")
@@ -242,7 +242,7 @@ def test_a_streamed_run_that_is_stopped_goes_on_after_its_last_epoch(tmp_path):
 
 
 def saves(folder: Path) -> set[str]:
-    """All that belongs to checkpoints, whatever comes and goes meanwhile."""
+    """Return all that belongs to checkpoints, whatever comes and goes meanwhile."""
     return {
         os.path.join(top, name)
         for top, folders, files in os.walk(folder)

@@ -27,7 +27,7 @@ MIB = 2**20
 
 @pytest.fixture(scope="module", autouse=True)
 def capped_ray():
-    """One Ray for this file, with 80 MiB of object store (Ray allows no less than 75)."""
+    """Start one Ray for this file, with 80 MiB of object store (no less than 75 goes)."""
     start_ray(2, object_store_memory=80 * MIB)
     yield
     ray.shutdown()
@@ -35,7 +35,7 @@ def capped_ray():
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory):
-    """Eight files of 48 rows, the ids counting through."""
+    """Write eight files of 48 rows, the ids counting through."""
     folder = tmp_path_factory.mktemp("shards")
     paths = list(write_shards(folder, 4e-4, image_size=28, rows_per_shard=48))
     assert len(paths) == 8
@@ -43,7 +43,7 @@ def shards(tmp_path_factory):
 
 
 def consume(dataset, num_workers, batch_size, buffer_size=None):
-    """Ids by epoch, rank and batch, read side by side as training workers read them."""
+    """Return ids by epoch, rank and batch, read side by side as training workers read."""
     splits = dataset.streaming_split(num_workers, equal=True)
 
     def read(split, epoch):
@@ -59,7 +59,7 @@ def consume(dataset, num_workers, batch_size, buffer_size=None):
 
 
 def check_delivery(epochs, num_rows, num_workers):
-    """Nothing twice; all but the remainder; the same sizes of batches on all ranks."""
+    """Check: nothing twice, all but the remainder, equal sizes of batches on all ranks."""
     for ranks in epochs:
         ids = [row for batches in ranks for batch in batches for row in batch]
         assert len(set(ids)) == len(ids)

@@ -335,7 +335,7 @@ def test_a_warning_of_a_rank_is_an_error():
 
 
 def skips_in_tests() -> set[str]:
-    """The reasons that tests give: `pytest.skip(reason)`, `skipif(..., reason=reason)`."""
+    """Return the reasons that tests give to `pytest.skip` and to `skipif`."""
     found = set()
     root = notebooks.ROOT
     for path in (root / "conftest.py", *root.glob("tests/**/*.py")):
@@ -357,7 +357,7 @@ WAITS = {"run", "call", "check_call", "check_output"}
 
 
 def waits_without_limit(source: str, lesson: bool = False) -> list[str]:
-    """Calls that wait for a process for as long as it takes.
+    """Return calls that wait for a process for as long as it takes.
 
     In a lesson those of `subprocess` alone: who waits for a job sees it there, and a cell
     has a limit of its own.

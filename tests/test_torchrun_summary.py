@@ -15,7 +15,7 @@ from utils.torchrun_summary import LOST_A_PEER, Summary, write
 
 
 def what_gloo_says() -> list[str]:
-    """Of a peer that is gone: to a collective, and to the gradients of DDP."""
+    """Return what it says of a peer that is gone: to a collective, and to DDP."""
     dist.init_process_group("gloo")
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
     if dist.get_rank() == 1:
@@ -40,7 +40,7 @@ def test_gloo_names_its_transport_where_a_peer_is_gone():
 
 @pytest.fixture
 def clock(monkeypatch):
-    """`clock(seconds)` sets what time it is."""
+    """Return `clock(seconds)`, which sets what time it is."""
     return lambda now: monkeypatch.setattr(time, "time", lambda: now)
 
 
@@ -52,7 +52,7 @@ def record(handler: ErrorHandler, error: Exception) -> None:
 
 
 def cause(*failed: tuple[int, int, Path]) -> int:
-    """The rank that torchrun names; (rank, exit code, file) as it looks at them."""
+    """Return the rank that torchrun names; (rank, exit code, file) as it looks at them."""
     failures = {
         rank: errors.ProcessFailure(rank, 1000 + rank, code, str(file))
         for rank, code, file in failed

@@ -36,7 +36,7 @@ IMAGES, LABELS = torch.zeros(7, 1), torch.tensor([0, 1, 1, 1, 1, 1, 1])
 
 
 def always_zero() -> torch.nn.Module:
-    """A model that takes every image for a 0."""
+    """Return a model that takes every image for a 0."""
     model = torch.nn.Linear(1, 10)
     model.weight.data.zero_()
     model.bias.data = torch.eye(10)[0]
@@ -94,7 +94,7 @@ def test_fsdp2_gathers_one_block_at_a_time():
 
 def test_gradients_are_clipped_by_their_norm_over_all_ranks():
     def moved(clip: float) -> float:
-        """How far one step of SGD goes, at a learning rate of 1: the gradient's norm."""
+        """Return how far SGD goes in a step, at a rate of 1: the gradient's norm."""
         rank, world_size = dist.get_rank(), dist.get_world_size()
         model = sharding.shard(sharding.build_model(torch.float64))
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -383,7 +383,7 @@ def test_fsdp2_computes_in_bf16_if_asked_and_keeps_fp32(bf16):
 
 
 def losses(script, num_workers: int) -> tuple[list[float], float]:
-    """Of three steps on a global batch of 8, and of the test set."""
+    """Return those of three steps on a global batch of 8, and of the test set."""
 
     def train() -> dict:
         sys.argv = [script.name, "--smoke-test", "--steps", "3", "--lr", "0.002"]
@@ -495,7 +495,7 @@ def test_evaluation_sees_the_model_as_it_predicts_and_leaves_it_training(
 
 
 def fixed(label: int) -> tuple[nn.Module, torch.optim.Optimizer, float]:
-    """A model that takes every image for a 0, what it loses on a label, and no progress."""
+    """Return a model that takes every image for a 0, its loss on a label, no progress."""
     model, image = always_zero(), torch.zeros(1, 1)
     loss = F.cross_entropy(model(image), torch.tensor([label])).item()
     return model, torch.optim.SGD(model.parameters(), lr=0.0), loss
@@ -824,7 +824,7 @@ def test_ddp_trains_on_every_image_once_and_from_the_same_weights():
 
 
 def counted_saves(script) -> list:
-    """What `torch.save` writes to a file from here on."""
+    """Return what `torch.save` writes to a file from here on."""
     saves, save = [], torch.save
 
     def count(what, file, **options):

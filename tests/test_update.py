@@ -23,7 +23,7 @@ AS_WHO = ["-c", "user.name=A Name", "-c", "user.email=a@b.c"]
 
 @pytest.fixture(autouse=True)
 def only_this_configuration(monkeypatch, tmp_path):
-    """No settings of whoever runs the tests."""
+    """Keep out the settings of whoever runs the tests."""
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(tmp_path / "none"))
     monkeypatch.setenv("GIT_CONFIG_SYSTEM", str(tmp_path / "none"))
 
@@ -48,7 +48,7 @@ def write(folder, *cells, path=LESSON):
 
 
 def read(folder, path=LESSON):
-    """Ids, sources and outputs of a notebook's cells."""
+    """Return ids, sources and outputs of a notebook's cells."""
     cells = json.loads((folder / path).read_text())["cells"]
     return [
         (c["id"], "".join(c["source"]), *(o["text"][0] for o in c.get("outputs", [])))
@@ -63,7 +63,7 @@ def commit(folder, message="a correction"):
 
 @pytest.fixture
 def theirs(tmp_path) -> Path:
-    """The workshop's repository."""
+    """Return the workshop's repository."""
     folder = tmp_path / "theirs"
     folder.mkdir()
     git(folder, "init", "--quiet", "--initial-branch=main")
@@ -76,7 +76,7 @@ def theirs(tmp_path) -> Path:
 
 @pytest.fixture
 def mine(theirs, tmp_path) -> Path:
-    """A learner's clone."""
+    """Return a learner's clone."""
     git(tmp_path, "clone", "--quiet", theirs.as_uri(), "mine")
     return tmp_path / "mine"
 
@@ -217,7 +217,7 @@ def test_a_clone_that_stands_on_a_commit_or_has_no_history(
 
 
 def unchanged(mine, sentence):
-    """Nothing is changed, and one sentence says why."""
+    """Check that nothing is changed, and that one sentence says why."""
     before = {p: p.read_bytes() for p in mine.rglob("*") if p.is_file()}
     with pytest.raises(BadInput, match=sentence):
         update.update(mine)

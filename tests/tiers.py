@@ -20,7 +20,7 @@ PART = re.compile(r"(?:^|[/\[])(0\d)-[a-z]")  # a numbered folder, in the name o
 
 
 def is_quick(notebook: Path) -> bool:
-    """Whether `make test` executes it: the first one of each part, and the solutions."""
+    """Return whether `make test` executes it: a part's first one, and the solutions."""
     return notebook.name.startswith("01_") or notebook.stem == "solutions"
 
 

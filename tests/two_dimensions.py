@@ -46,7 +46,7 @@ def hsdp(model: nn.Module) -> tuple[nn.Module, int, int]:
 
 
 def tensor_parallel(model: nn.Module, **changes) -> tuple[nn.Module, int, int]:
-    """With FSDP2 over the other dimension; `changes` are to the styles of layers."""
+    """Add FSDP2 over the other dimension; `changes` are to the styles of layers."""
     mesh = grid("shard", "tensor")
     for block in model.blocks:
         parallelize_module(block, mesh["tensor"], PLAN | changes)
@@ -54,23 +54,23 @@ def tensor_parallel(model: nn.Module, **changes) -> tuple[nn.Module, int, int]:
 
 
 def replicas_apart(model: nn.Module) -> tuple[nn.Module, int, int]:
-    """Given the inner dimension alone, FSDP2 knows of no other replica to average with."""
+    """Give FSDP2 the inner dimension alone: it knows of no replica to average with."""
     return shard(model, grid("replicate", "shard")["shard"]), dist.get_rank(), RANKS
 
 
 def sums_left_open(model: nn.Module) -> tuple[nn.Module, int, int]:
-    """RowwiseParallel without its all-reduce: each rank goes on with a part of the sum."""
+    """Leave out RowwiseParallel's all-reduce: each rank goes on with a part of the sum."""
     return tensor_parallel(model, down=RowwiseParallel(output_layouts=Partial()))
 
 
 def own_texts(model: nn.Module) -> tuple[nn.Module, int, int]:
-    """Each rank of a tensor group reads texts of its own."""
+    """Let each rank of a tensor group read texts of its own."""
     model, *_ = tensor_parallel(model)
     return model, dist.get_rank(), RANKS
 
 
 def shards_nothing(model: nn.Module) -> tuple[nn.Module, int, int]:
-    """What passes for FSDP if only numbers are compared: whole everywhere, averaged."""
+    """Average whole weights: it passes for FSDP if only numbers are compared."""
 
     def average(parameter: nn.Parameter) -> None:
         dist.all_reduce(parameter.grad)
@@ -90,7 +90,7 @@ CONTROLS = {
 
 
 def train(lay_out: Callable, dtype: torch.dtype, steps: int) -> dict:
-    """Losses, first gradient and final parameters, whole; the state that a rank holds."""
+    """Train; return losses, first gradient, parameters, all whole; the state held."""
     model, share, shares = lay_out(sharding.build_model(dtype))
     # DTensors of several meshes do not go into one operation
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
@@ -114,7 +114,7 @@ def train(lay_out: Callable, dtype: torch.dtype, steps: int) -> dict:
 
 
 def train_all(layouts: dict[str, tuple[Callable, int]]) -> dict[str, dict]:
-    """Each layout for its number of steps in float64, and for the first one in float32."""
+    """Train each layout for its steps in float64, and for the first one in float32."""
     dist.init_process_group("gloo")
     results = {}
     for name, (lay_out, steps) in layouts.items():

@@ -52,7 +52,7 @@ def prometheus(port: int, addresses: str = LIST, every: str = "1s") -> Iterator[
 
 
 def ask(address: str, number: str, **times: float) -> list[dict]:
-    """Prometheus' answer; with start, end and step (seconds) over time."""
+    """Return Prometheus' answer; with start, end and step (seconds) over time."""
     kind = "query_range" if times else "query"
     query = urllib.parse.urlencode({"query": number} | times)
     try:
@@ -65,7 +65,7 @@ def ask(address: str, number: str, **times: float) -> list[dict]:
 
 
 def train(config):
-    """Steps on every worker, until the run is ended; rank 1 stalls once."""
+    """Step on every worker, until the run is ended; rank 1 stalls once."""
     import torch
     import torch.distributed as dist
 
@@ -80,7 +80,7 @@ def train(config):
 
 
 def large_rows(count: int):
-    """A dataset with a block of 50 MiB per row; it says how much of it is spilled."""
+    """Return a dataset with a block of 50 MiB per row; it says how much is spilled."""
     import numpy as np
     import ray
 
@@ -91,7 +91,7 @@ def large_rows(count: int):
 
 
 def trouble() -> dict[str, float]:
-    """All four, one after the other; when each began, in seconds since 1970."""
+    """Make all four, one after the other; return when each began, in seconds since 1970."""
     from utils.cluster import start_ray  # isort: split
 
     import numpy as np
@@ -137,7 +137,7 @@ def trouble() -> dict[str, float]:
 
 
 def draw(series: dict[str, list[dict]], began: dict[str, float], file: Path) -> None:
-    """Four pictures in one, each with the moment at which its trouble began."""
+    """Draw four pictures in one, each with the moment at which its trouble began."""
     import matplotlib.pyplot as plt
 
     from utils.plots import COLORS
