@@ -53,7 +53,7 @@ def loss_of(restored, whole):
 
 @torch.no_grad()
 def squared_errors(model, images):
-    """Return their sum over all pixels, with the hole in the middle; and the pixels."""
+    """Return the sum of their errors with the hole in the middle, and the pixels."""
     middle = torch.full((len(images), 2, 1), 14 - HOLE // 2)
     error = ((model(cut_hole(images, middle)) - images) ** 2).sum(dtype=torch.float64)
     return torch.stack([error, torch.tensor(images.numel())])

@@ -91,7 +91,7 @@ def pytest_collection_finish(session):
 
 
 class Lanes(LoadScopeScheduling):
-    """Gives each group to a lane; the one with most tests comes first."""
+    """Give each group to a lane; the one with most tests comes first."""
 
     groups: dict[str, str] | None = None
 

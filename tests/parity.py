@@ -134,7 +134,7 @@ def train_twice(strategy: Strategy) -> Both:
 
 
 def train_all(strategies: dict[str, Strategy]) -> dict[str, list[Both]]:
-    """Train with each strategy; what all ranks did, by rank, on each of them."""
+    """Train with each strategy; return on each rank what all of them did, by rank."""
     found = {}
     for name, strategy in strategies.items():
         found[name] = [None] * dist.get_world_size()

@@ -98,7 +98,7 @@ def test_unknown_names():
 
 
 def without_network(load, nowhere=NOWHERE):
-    """Call a loader where every download fails; its error and how often it slept."""
+    """Call a loader where every download fails; return its error and number of waits."""
     tv.MNIST.mirrors = [nowhere]
     tv.FashionMNIST.mirrors = [nowhere]
     tv.CIFAR10.url = nowhere

@@ -198,7 +198,7 @@ def test_a_request_without_a_token_is_refused(protected):
 
 
 def submit(there: Head, script: str, *arguments) -> list[str]:
-    """Submit a script for one epoch; the lines that it printed, without colours."""
+    """Submit a script for one epoch; return the lines that it printed, without colours."""
     command = [*RAY, "job", "submit", f"--address={there.dashboard}", *arguments, "--"]
     command += ["python", script, "--num-workers", "2", "--epochs", "1"]
     done = run([*command, "--batch-size", "256"], there, RAY_AUTH_MODE="token")

@@ -115,6 +115,14 @@ def test_count_memory_follows_what_lives():
     assert torch.UntypedStorage.resize_ is counted._resize
 
 
+def test_a_tensor_on_the_meta_device_has_no_memory():
+    """As a model that is built there, before each rank gets its shards."""
+    with memory.count_memory() as counted:
+        shape = torch.empty(1000, device="meta") + 1
+        assert shape.untyped_storage().nbytes() == 4000  # what it would have
+        assert (counted.live, counted.peak) == (0, 0)
+
+
 def test_what_existed_before_is_not_counted_and_types_are_kept():
     before = torch.zeros(1000)
     with memory.count_memory() as counted:

@@ -45,7 +45,7 @@ class Run(NamedTuple):
     err: Path
 
     def end(self, timeout: float = PATIENCE) -> tuple[int, str, str]:
-        """Wait for its end; its exit status, and what it said."""
+        """Wait for its end; return its exit status, and what it said."""
         code = self.process.wait(timeout)
         return code, self.out.read_text(), self.err.read_text()
 
@@ -542,7 +542,7 @@ class Terminal:
         )
 
     def type(self, *commands: str, fails: bool = False) -> str:
-        """Type one after another, each of which ends well (or fails); what they print."""
+        """Type one after another, each ends well (or fails); return what they print."""
         lines = []
         for command in commands:
             self._shell.stdin.write(f"{command}\nprintf '\\nended %s\\n' $?\n")

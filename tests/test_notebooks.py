@@ -295,8 +295,7 @@ def anchors(path: Path) -> set[str]:
             cell.source for cell in nbformat.read(path, as_version=4).cells
         )
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
-    words = [re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings]
-    return {each.strip().replace(" ", "-") for each in words}
+    return set(map(outline.anchor, headings))
 
 
 def dead_links(path: Path) -> list[str]:

@@ -162,7 +162,7 @@ def test_three_people_learn_at_the_same_time_and_see_nothing_of_each_other(tmp_p
 
 
 def measured(hub: one_machine.Hub, work: Callable[[], object]) -> dict[str, float]:
-    """Do the work; its seconds, those of cores, and the memory in GB at most.
+    """Do the work; return its seconds, those of cores, and its most memory in GB.
 
     People are rarely at their highest at the same moment, but they may be. So each one's
     private memory counts at its own highest, and to that comes what is shared.

@@ -78,6 +78,29 @@ def test_a_failure_that_comes_and_goes_is_counted_and_named(root, loops, capsys)
     assert not any(psutil.pid_exists(pid) for each in loops for pid in each)
 
 
+@pytest.mark.slow
+def test_a_run_that_skips_everything_has_not_passed(root, loops, capsys):
+    """As an elective does whose packages are missing."""
+    (root / "test_tiny.py").write_text(
+        "import pytest\npytest.skip(allow_module_level=True)"
+    )
+    assert repeat.main(["test_tiny.py", "-n", "1", "--loops", "1"]) == 1
+    printed = capsys.readouterr().out
+    assert columns(printed) == {"test_tiny.py": ["1", "0"]}
+    assert "1 skipped" in printed
+
+
+@pytest.mark.weekly
+@pytest.mark.parametrize("gone", [[], ["xgboost"]])
+def test_electives_count_where_they_are_installed(gone, monkeypatch):
+    monkeypatch.setattr(repeat, "missing", lambda *_: gone)
+    found = repeat.with_ray()
+    lessons = {str(path.relative_to(notebooks.ROOT)) for path in notebooks.electives()}
+    assert lessons
+    assert lessons & set(found) == (set() if gone else lessons)
+    assert "02-ddp-pytorch-ray/01_ray_core.ipynb" in found
+
+
 @pytest.mark.weekly
 def test_a_run_has_a_limit_and_leaves_nothing(root, loops, capsys, monkeypatch):
     """A program in pytest's place: it begins at once."""

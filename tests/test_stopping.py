@@ -176,7 +176,7 @@ def test_a_run_stopped_three_times_at_random_moments_ends_the_same(
 def test_a_run_killed_at_twenty_moments_of_its_saves_always_goes_on(
     script, options, tmp_path
 ):
-    """SIGKILL to all its processes; the next start finds a whole checkpoint or none."""
+    """Kill all its processes; the next start finds a whole checkpoint or none."""
     folder, moments = tmp_path / "killed", random.Random(random.randrange(1000))
     # more than 20 starts get to the end of
     arguments = {

@@ -48,7 +48,7 @@ class Project:
         nbformat.write(nbformat.v4.new_notebook(cells=cells), self.folder / name)
 
     def run(self, *arguments: str, **environment: str) -> dict[str, str]:
-        """Run pytest; the outcome of each test, and all that was printed as "output"."""
+        """Run pytest; return each test's outcome, and all it printed as "output"."""
         self.started.write_text("")
         command = [sys.executable, "-m", "pytest", "-rA", "-p", "conftest"]
         command += ["--no-fold-skipped"]

@@ -239,7 +239,7 @@ def _is_on_loopback(address: str) -> bool:
 
 
 def _connect(num_cpus: int, address: str | None, options: dict) -> str:
-    """Start Ray with so many CPUs or more, or join one; the address of its dashboard."""
+    """Start Ray with so many CPUs or more, or join one; return its dashboard's address."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     address = address or cluster_to_join() or "local"
@@ -324,7 +324,7 @@ def twice(start: Callable[[int], Started]) -> Started:
 
 
 def _start(options: dict, port: int):
-    """Start Ray on this machine: what `ray.init` returns."""
+    """Start Ray on this machine; return what `ray.init` does."""
     port = options.get("dashboard_port") or free_port(port)
     try:
         with api_server(f"127.0.0.1:{port}"):  # what Ray's processes inherit

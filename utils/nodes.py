@@ -37,7 +37,7 @@ class Cluster(cluster_utils.Cluster):
     client_server: subprocess.Popen | None = None
 
     def add_node(self, *args, **kwargs):
-        """Start a node; one that joins once more if it was not up in time."""
+        """Start a node; where one that joins was not up in time, try once more."""
 
         def add(_):
             with on_loopback(), mock.patch.object(sys, "executable", python()):

@@ -83,7 +83,7 @@ class _Module(ModuleType):
 
 
 class _Finder:
-    """Finds the packages of these names, and all that is in them, before Python does."""
+    """Find the packages of these names, and all that is in them, before Python does."""
 
     def __init__(self, packages: Sequence[str]):
         self.packages = packages

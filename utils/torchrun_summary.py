@@ -24,7 +24,7 @@ LOST_A_PEER = "gloo/transport"
 
 
 class Summary(ErrorHandler):
-    """Writes an exception of `record`'s function to `path`, in torchrun's format."""
+    """Write an exception of `record`'s function to `path`, in torchrun's format."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -93,7 +93,7 @@ def machine() -> dict[str, str]:
 
 
 def command(*arguments) -> str:
-    """Run Python on them in full mode; the last line that it prints.
+    """Run Python on them in full mode; return the last line that it prints.
 
     Raises:
         RuntimeError: it ends with another status than 0; says its last line of errors.
@@ -113,7 +113,7 @@ def command(*arguments) -> str:
 
 
 def notebook(path: Path) -> str:
-    """Execute a copy in full mode; what it proved."""
+    """Execute a copy in full mode; return what it proved."""
     from tests.tools.notebooks.execution import execute
 
     proved = notebooks.proofs(execute(path, FULL))

@@ -54,7 +54,7 @@ class Seat:
             time.sleep(2)
 
     def ask(self, method: str, path: str) -> dict:
-        """Send a request to the hub or the seat; what it answers, as JSON."""
+        """Send a request to the hub or the seat; return what it answers."""
         answer = requests.request(
             method, self.hub + path, headers=self.headers, timeout=60
         )
@@ -62,7 +62,7 @@ class Seat:
         return answer.json() if answer.text else {}
 
     def run(self, code: str, keep: bool = False) -> str:
-        """Run Python code in a kernel of the seat; what it prints.
+        """Run Python code in a kernel of the seat; return what it prints.
 
         Args:
             keep: leave the kernel there, as somebody does who closes the browser.

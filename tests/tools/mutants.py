@@ -347,7 +347,7 @@ def _run_tests(copy: Path, tests: list[str]) -> None:
 
 
 def try_module(name: str, copy: Path, before: dict | None = None) -> dict:
-    """Try mutants of a module; what mutants.json holds of it.
+    """Try mutants of a module; return what mutants.json holds of it.
 
     before: what it held; then only those are tried again that no test rejected.
     """

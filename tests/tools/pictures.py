@@ -92,7 +92,7 @@ def draw_proof() -> None:
 
 
 def state_on_ranks(name: str) -> memory.State:
-    """Train a small GPT for a pass; the bytes per parameter that this rank holds."""
+    """Train a small GPT for a pass; return this rank's bytes per parameter."""
     if name.startswith("ZeRO"):
         # two passes per step: between them every stage holds the gradients it keeps
         engine = sharding.zero_engine(int(name[-1]), torch.float32, passes=2)

@@ -13,7 +13,7 @@ CORRECT = (0, 3, 1, 2, 1)  # how many of them a model gets right
 
 
 class _Add:
-    """Stands for a Ray task that adds: of (value, depth), it returns a deeper one."""
+    """Stand for a Ray task that adds: of (value, depth), it returns a deeper one."""
 
     @staticmethod
     def remote(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
@@ -73,7 +73,7 @@ def _runs_to_the_end(run: Callable) -> bool | str:
 
 
 class _Jobs:
-    """Stands for a cluster: the first job ends as the first of `ends`, and so on."""
+    """Stand for a cluster: the first job ends as the first of `ends`, and so on."""
 
     def __init__(self, ends: tuple[str, ...]):
         self.ends = ends

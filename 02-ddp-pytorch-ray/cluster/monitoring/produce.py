@@ -35,7 +35,7 @@ NUMBERS = {
 
 @contextlib.contextmanager
 def prometheus(port: int, addresses: str = LIST, every: str = "1s") -> Iterator[str]:
-    """Run it on prometheus.yml, asking more often; its address, on this machine only."""
+    """Run it on prometheus.yml, asking more often; yield its address on this machine."""
     with tempfile.TemporaryDirectory() as folder:
         config = (HERE / "prometheus.yml").read_text()
         config = config.replace(LIST, addresses).replace(": 5s", f": {every}")
@@ -92,7 +92,7 @@ def large_rows(count: int):
 
 def trouble() -> dict[str, float]:
     """Make all four, one after the other; return when each began, in seconds since 1970."""
-    from utils.cluster import start_ray  # isort: split
+    from utils.cluster import start_ray, twice  # isort: split
 
     import numpy as np
     import ray
@@ -102,7 +102,7 @@ def trouble() -> dict[str, float]:
     from utils import nodes
 
     small = {"num_cpus": 2, "object_store_memory": 400 * 2**20}
-    cluster = nodes.Cluster(initialize_head=True, head_node_args=small)
+    cluster = twice(lambda _: nodes.Cluster(initialize_head=True, head_node_args=small))
     trainers = [cluster.add_node(num_cpus=1, resources={"trainer": 1}) for _ in "12"]
     start_ray(2, nodes.WORKER, address=cluster.address, runtime_env={})
     trainer = TorchTrainer(
