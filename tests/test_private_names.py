@@ -24,6 +24,10 @@ ENGINE = "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine"
 USED = [
     ("torch._C._distributed_c10d._dump_fr_trace_json", f"{P01}/03_*.ipynb"),
     ("torch._subclasses.fake_tensor.FakeTensorMode", "utils/checks/sharding.py"),
+    (
+        "torch.distributed._compute_bucket_assignment_by_size",
+        "tests/test_timing.py",
+    ),
     ("torch.distributed.ProcessGroup.unbox", "utils/comms.py"),
     ("torch.distributed._functional_collectives.all_reduce", "tests/test_comms.py"),
     (

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from torch.nn import functional as F
 
 from utils.datasets import shards
 from utils.datasets.shards import augment, encode_png, write_shards
@@ -175,6 +176,45 @@ def test_a_disk_that_fills_up_leaves_no_half_file(tmp_path, monkeypatch):
 def test_png_is_read_back_exactly(height, width, seed):
     image = np.random.default_rng(seed).integers(0, 256, (height, width), np.uint8)
     assert (np.asarray(Image.open(io.BytesIO(encode_png(image)))) == image).all()
+
+
+def test_png_begins_as_pillow_writes_it_and_is_not_compressed():
+    image, written = np.zeros((50, 70), np.uint8), io.BytesIO()
+    Image.fromarray(image).save(written, "png")
+    header = 8 + 4 + 4 + 13 + 4  # signature; length, type, data, checksum
+    assert encode_png(image)[:header] == written.getvalue()[:header]
+    assert len(encode_png(image)) > image.nbytes > len(written.getvalue())
+
+
+def test_pictures_are_turned_scaled_and_shifted_within_bounds(monkeypatch):
+    seen, make = [], F.affine_grid
+
+    def noted(theta, *rest, **named):
+        seen.append(theta)
+        return make(theta, *rest, **named)
+
+    monkeypatch.setattr(F, "affine_grid", noted)
+    augment(torch.rand(3000, 1, 4, 4), 4, torch.Generator().manual_seed(0))
+    (a, b, x), (c, d, y) = seen[0].permute(1, 2, 0)
+    assert torch.equal(a, d) and torch.equal(b, -c)  # no shear
+    degrees, scale = torch.rad2deg(torch.atan2(c, a)), torch.hypot(a, c)
+    for values, bound in (
+        (degrees, 15),
+        ((scale - 1.1) / 0.2, 1),
+        (8 * x, 1),
+        (8 * y, 1),
+    ):
+        ends = values.min().item(), values.max().item()
+        assert ends == pytest.approx((-bound, bound), rel=0.01)
+        assert values.mean().item() == pytest.approx(0, abs=0.05 * bound)
+
+
+def test_white_stays_below_its_noise_of_32_values():
+    white = torch.full((50, 1, 28, 28), 1.001)  # interpolating rounds 1 to less
+    pictures = augment(white, 28, torch.Generator().manual_seed(0))
+    middle = pictures[:, 10:18, 10:18]  # no border is turned into it
+    assert middle.unique().tolist() == list(range(215, 215 + 32))
+    assert pictures[:, 0, 0].min() < 215
 
 
 @pytest.mark.parametrize("size", [7, 28, 64, 100])

@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
 from utils import timing
 from utils.comms import Comms
@@ -90,6 +92,7 @@ def test_large_models_are_many_messages_of_ddp_and_few_of_fsdp2():
     assert timing.messages("ddp", 32, 7e9, bucket_mb=10_000) == 2 * 3
     assert timing.messages("fsdp2", 32, 7e9) == 3 * 33
     assert timing.messages("zero2", 32, 7e9) == 2 * 14
+    assert timing.messages("zero2", 32, 7.1e9) == 2 * 15  # the last is not full
 
 
 def test_a_ring_passes_the_hops_that_it_has():
@@ -113,12 +116,13 @@ def test_attention_and_a_second_forward_pass_are_counted():
 @pytest.mark.parametrize(
     "case",
     [
-        *((0.1e9, 8, 4096), (7e9, 4, 4096), (70e9, 64, 4096), (7e9, 1024, 4096)),
-        *((7e9, 8, 1024), (7e9, 8, 65536)),
+        *((0.75e9, 8, 4096), (66e9, 64, 4096), (7e9, 7, 4096), (7e9, 513, 4096)),
+        *((7e9, 8, 4095), (7e9, 8, 49153)),
     ],
 )
 def test_what_was_not_checked_is_refused(case):
-    timing.check_range(7e9, 8, 49152)
+    timing.check_range(0.76e9, 8, 4096)
+    timing.check_range(65e9, 512, 49152)
     with pytest.raises(BadInput, match="measure a step instead"):
         timing.check_range(*case)
 
@@ -153,6 +157,18 @@ def test_a_bucket_of_ddp_closes_at_25_mib():
     assert timing.messages_per_trip("ddp", 1, 0.98 * parameters) == 2
     assert timing.messages("ddp", 1, parameters) == 2 * 3
     assert timing.messages_per_trip("fsdp2", 3) == 3 + 1
+
+
+@pytest.mark.parametrize("layers", [1, 2, 5])
+def test_buckets_are_those_of_the_function_that_ddp_calls(layers):
+    for width in range(300, 3100, 50):
+        squares = [4, 4, 1, 3] * layers  # on the meta device they take no memory
+        matrices = [torch.empty(n * width**2, device="meta") for n in squares]
+        for mb in (10, 25):
+            limit = [mb * 2**20]
+            found, _ = dist._compute_bucket_assignment_by_size(matrices, limit)
+            parameters = sum(matrix.numel() for matrix in matrices)
+            assert timing.ddp_buckets(layers, parameters, mb) == len(found), (width, mb)
 
 
 def test_a_cluster_computes_at_40_percent_and_sends_on_its_ring():

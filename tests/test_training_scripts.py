@@ -614,7 +614,7 @@ def test_epochs_go_on_where_they_were_and_are_evaluated_and_saved(
 ):
     """Rank 0 of 2, from step 3 of 5 of the second epoch on. In the third, Ray says after
     two steps that it will lose a node; in the fourth, all ranks are asked to stop."""
-    script, began, drawn, saved = scripts.load(path), [], [], []
+    script, built, began, drawn, saved = scripts.load(path), [], [], [], []
     stop, with_ray = Namespace(asked=stopping.NOTHING), path == scripts.TRAIN_RAY_DDP
     at = {"epoch": 1, "images": 3 * 8, "steps": 8, "accuracy": 0.5}
 
@@ -623,6 +623,10 @@ def test_epochs_go_on_where_they_were_and_are_evaluated_and_saved(
 
         def __len__(self):
             return 5
+
+    def build(*args):
+        built.append(args)
+        return "model", "wrapped", "optimizer"
 
     def train_epoch(model, optimizer, loader, *_):
         epoch, skipped = began[-1]
@@ -636,8 +640,8 @@ def test_epochs_go_on_where_they_were_and_are_evaluated_and_saved(
 
     ticks = iter(range(5, 100))
     for name, fake in {
-        "load_data": lambda *_: (Loader(), [(torch.zeros(1, 28, 28), 0)]),
-        "build": lambda *_: ("model", "wrapped", "optimizer"),
+        "load_data": lambda *_: (Loader(), [(torch.zeros(3, 28, 30), 0)]),
+        "build": build,
         "train_epoch": train_epoch,
         "evaluate": lambda *_: began[-1][0] / 4,
         "load_latest" if with_ray else "load_checkpoint": lambda *_: dict(at),
@@ -661,6 +665,7 @@ def test_epochs_go_on_where_they_were_and_are_evaluated_and_saved(
         return script.train(Namespace(**options), torch.device("cpu"))
 
     end, printed = train(), capsys.readouterr().out.splitlines()
+    assert built[0][:3] == (3, 0.1, 7)  # channels of a picture, not its height or width
     again = [(2, 2 * 4)] * with_ray  # from step 2 on, of 4 images each
     assert began == [(1, 3 * 4), (2, 0), *again, (3, 0)]
     assert drawn == [(7, epoch) for epoch, _ in began]
@@ -683,6 +688,10 @@ def test_epochs_go_on_where_they_were_and_are_evaluated_and_saved(
     at["images"] = 5 * 8
     train()
     assert began[len(again) + 3] == (1, 4 * 4)
+    # with fewer epochs than it has trained already, there is nothing to do
+    at["epoch"], before = 5, len(began)
+    assert train()["epoch"] == 5
+    assert len(began) == before
 
 
 def test_epochs_of_a_stream_are_evaluated_and_reported(monkeypatch, capsys):
@@ -727,6 +736,8 @@ def test_epochs_of_a_stream_are_evaluated_and_reported(monkeypatch, capsys):
     ]
     end = script.train_fn(config | {"has_test_set": False, "epochs": 3})
     assert end == {"epoch": 3, "images": 0, "accuracy": None}
+    end = script.train_fn(config | {"has_test_set": False, "epochs": 0})
+    assert end["epoch"] == 1  # it has trained more already
 
 
 @by_name([*IMAGE_SCRIPTS, STREAM])

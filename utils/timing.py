@@ -104,7 +104,8 @@ def ddp_buckets(layers: int, parameters: float, bucket_mb: float = 25) -> int:
 
     DDP closes a bucket once it holds `bucket_mb` MiB (`bucket_cap_mb`), and splits no
     tensor: a matrix that is larger is a bucket by itself. Counted are the matrices of the
-    layers, not what stands beside them: vocabulary, norms and biases.
+    layers, not what stands beside them: vocabulary, norms and biases. Nor is it counted
+    that with DDP's own `bucket_cap_mb` the first bucket closes at 1 MiB.
 
     Args:
         layers: of the model; each has matrices of 3, 1, 4 and 4 times width x width.
