@@ -3,6 +3,7 @@
 import errno
 import io
 import os
+import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -259,6 +260,14 @@ def test_a_disk_too_small_is_noticed_before_writing(tmp_path):
     with pytest.raises(BadInput, match=r"1e\+09 GB more do not fit.* ask for less"):
         write_shards(tmp_path, 1e9, **SMALL)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_twentieth_of_the_disk_is_left_free(tmp_path, monkeypatch):
+    disk = shutil.disk_usage(tmp_path)._replace(free=1e6)  # bytes: 0.001 GB
+    monkeypatch.setattr(shards.shutil, "disk_usage", lambda folder: disk)
+    write_shards(tmp_path, 0.00094, **SMALL)  # nothing is written until it is iterated
+    with pytest.raises(BadInput, match="do not fit"):
+        write_shards(tmp_path, 0.00096, **SMALL)
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):

@@ -18,18 +18,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from tests import scripts, sharding
 from tests.patience import PATIENCE
-from utils import stopping
+from utils import generators, stopping
 from utils.comms import count_comms
 from utils.errors import BadInput
 from utils.launch import run_ranks
 from utils.memory import count_memory
-from utils.models import GPT, SMOKE, fill_by_name, resnet18
+from utils.models import GPT, SIZES, SMOKE, fill_by_name, resnet18
 
 # Seven images, which two ranks cannot share equally; of class 0 is the first alone.
 IMAGES, LABELS = torch.zeros(7, 1), torch.tensor([0, 1, 1, 1, 1, 1, 1])
@@ -78,17 +79,22 @@ def test_every_test_image_counts_once():
 
 def test_fsdp2_gathers_one_block_at_a_time():
     """Every block is a group of its own, and what is outside of them one more, which is
-    gathered once: the backward pass needs it first."""
+    gathered once: the backward pass needs it first. With --no-reshard all are."""
 
     def count():
         dist.init_process_group("gloo")
-        model = sharding.shard(sharding.build_model(torch.float32))
-        with count_comms() as comms:
-            sharding.loss_of(model, *sharding.share(0)).backward()
-        return dict(comms.calls)
+        found = []
+        for keep in (False, True):
+            model = sharding.shard(sharding.build_model(torch.float32), keep)
+            with count_comms() as comms:
+                sharding.loss_of(model, *sharding.share(0)).backward()
+            found.append(dict(comms.calls))
+        return found
 
     groups = sharding.CONFIG.layers + 1
-    counted = {"allgather": 2 * groups - 1, "reducescatter": groups}
+    counted = [
+        {"allgather": n, "reducescatter": groups} for n in (2 * groups - 1, groups)
+    ]
     assert run_ranks(count, 2) == [counted] * 2
 
 
@@ -126,7 +132,7 @@ def build_fsdp2(args) -> torch.nn.Module:
 def build_zero(args) -> torch.nn.Module:
     sharding.load_deepspeed().init_distributed("gloo")
     module, config = scripts.load(sharding.TRAIN_DEEPSPEED), args.engine_config
-    return module.build(SMOKE, torch.device("cpu"), config)
+    return module.build(SMOKE, torch.device("cpu"), config, args.seed)
 
 
 @pytest.mark.parametrize("build", [build_fsdp2, build_zero])
@@ -569,7 +575,14 @@ def test_steps_go_on_where_they_were_and_are_printed_and_saved(
     answers = {23: stopping.SAVE, 42: stopping.STOP}
 
     def share_of_batch(dataset, step, global_batch, rank, world_size, seed):
-        assert (dataset, global_batch, rank, world_size, seed) == ("texts", 8, 0, 1, 7)
+        mine = dist.get_rank()
+        assert (dataset, global_batch, rank, world_size, seed) == (
+            "texts",
+            8,
+            mine,
+            1,
+            7,
+        )
         taken.append(step + 1)
         return torch.zeros(8, 4), torch.zeros(8, 4)
 
@@ -606,6 +619,79 @@ def test_steps_go_on_where_they_were_and_are_printed_and_saved(
     args.steps = 43
     assert script.train_steps(*(trained or (engine,)), "texts", 42, args) == [43]
     assert saved[4:] == [43]
+    monkeypatch.setattr(
+        dist, "get_rank", lambda: 1
+    )  # that trains the same, and is silent
+    args.steps = 60
+    assert script.train_steps(*(trained or (engine,)), "texts", 59, args) == [60]
+    assert capsys.readouterr().out == ""
+
+
+@by_name(TEXT_SCRIPTS)
+def test_weights_and_noise_come_from_the_seed(path):
+    """The same weights on both ranks, and other noise on each."""
+    with_fsdp2 = path == sharding.TRAIN_FSDP2
+    build, more = (build_fsdp2, []) if with_fsdp2 else (build_zero, ["--stage=2"])
+
+    def built() -> tuple[list[torch.Tensor], list[float], list[float]]:
+        sys.argv = [path.name, "--smoke-test", "--seed=5", *more]
+        model = build(scripts.load(path).parse_args())
+        noise = torch.rand(3).tolist()
+        generators.seed_rank(5)
+        weights = [
+            p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()
+        ]
+        return [each.detach() for each in weights], noise, torch.rand(3).tolist()
+
+    expected = GPT(SMOKE)
+    fill_by_name(expected, seed=5)
+    ranks = run_ranks(built, 2)
+    for weights, noise, again in ranks:
+        for ours, one in zip(weights, expected.parameters(), strict=True):
+            assert torch.equal(ours, one)
+        assert noise == again
+    assert ranks[0][1] != ranks[1][1]
+
+
+@by_name(TEXT_SCRIPTS)
+def test_a_run_with_all_of_its_steps_is_evaluated_and_exported(path, monkeypatch):
+    """Of 20 steps; 25 were taken already where fewer are asked for now."""
+    script, (name, size) = scripts.load(path), next(iter(SIZES.items()))
+    options = {"model": name, "text": "a.txt", "lr": 0.1, "seed": 0, "steps": 20}
+    options |= {"engine_config": {}, "checkpoint_dir": None, "export": "model.pt"}
+    exported = []
+
+    def train_steps(*args) -> list[float]:
+        assert args[-3:-1] == (("train", size.block_size, "a.txt"), first)
+        return losses
+
+    def evaluate(*args) -> float:
+        assert args[1:] == (("test", size.block_size, "a.txt"), 0, 1, "device")
+        return 1.5
+
+    for function, fake in {
+        "build": lambda *_: nn.Linear(1, 1),
+        "make_engine": lambda *_: "engine",
+        "checkpoint_to_load": lambda *_: None,
+        "last_checkpoint": lambda *_: None,
+        "resume": lambda *_: first,
+        "train_steps": train_steps,
+        "evaluate": evaluate,
+        "export": lambda *args: exported.append(args[-1]),
+    }.items():
+        monkeypatch.setattr(script, function, fake, raising=False)
+    monkeypatch.setattr(script.datasets, "text", lambda *args: args)
+    monkeypatch.setattr(script.settings, "set_device", lambda: "device")
+    be_rank_0(monkeypatch)
+    for first, steps in ((10, 5), (1, 18), (10, 10), (25, 0)):
+        done, losses = first + steps >= 20, [2.0] * steps
+        report = script.train(Namespace(**options))
+        test_loss = 1.5 if done else None
+        assert report == {"first_step": first, "losses": losses, "test_loss": test_loss}
+        assert exported == ["model.pt"] * done
+        script.train(Namespace(**options | {"export": None}))
+        assert len(exported) == done
+        exported.clear()
 
 
 @by_name(IMAGE_SCRIPTS)
@@ -977,9 +1063,8 @@ def test_what_a_loader_draws_is_other_on_each_rank_and_in_each_epoch(path):
 @by_name([*IMAGE_SCRIPTS, STREAM])
 def test_a_run_goes_on_with_what_it_saved(path, tmp_path):
     """Weights, what AdamW has of them, and where it stands, on both ranks; rank 0 says
-    where it begins."""
-    folder = tmp_path / "run"
-    folder.mkdir()
+    where it begins, and removes what is older. Rank 1's folder, as on a node of its own,
+    stays empty. A training with other options is refused."""
 
     def trained(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(seed)
@@ -997,12 +1082,18 @@ def test_a_run_goes_on_with_what_it_saved(path, tmp_path):
     def go_on() -> tuple:
         dist.init_process_group("gloo")
         script, said = scripts.load(path), io.StringIO()
-        config = {"checkpoint_dir": folder, "run": {}, "keep": 2, "epochs": 3}
-        config["run_folder"] = tmp_path
+        folder = tmp_path / f"rank-{dist.get_rank()}" / "run"
+        folder.mkdir(parents=True)
+        config = {"checkpoint_dir": folder, "run": {"--lr": 0.1}, "keep": 2}
+        config |= {"epochs": 3, "run_folder": tmp_path}
         listed = path == scripts.TRAIN_DDP
-        load = script.load_checkpoint if listed else script.load_latest
-        found = partial(load, Namespace(**config)) if listed else load
-        more = [] if listed else [config]
+
+        def found(model, optimizer, **other) -> dict:
+            if listed:
+                args = Namespace(**config | other)
+                return script.load_checkpoint(args, model, optimizer)
+            return script.load_latest(model, optimizer, config | other)
+
         at = {"epoch": 1, "images": 24, "steps": 8, "accuracy": 0.5}
         if not listed:
             script.ray.train.get_checkpoint = lambda: None
@@ -1010,10 +1101,13 @@ def test_a_run_goes_on_with_what_it_saved(path, tmp_path):
                 checkpoint and shutil.copytree(checkpoint.path, tmp_path / "whole")
             )
         with contextlib.redirect_stdout(said):
-            begins = found(*trained(0), *more)
+            begins = found(*trained(0))
         saved = trained(1)
         if listed:
-            script.save_checkpoint(Namespace(**config), *saved, at)
+            for steps in (2, 4, 8):
+                script.save_checkpoint(
+                    Namespace(**config), *saved, at | {"steps": steps}
+                )
         else:
             script.report(*saved, at | {"loss": 0.1}, config)
             there = script.ray.train.Checkpoint.from_directory(tmp_path / "whole")
@@ -1021,12 +1115,16 @@ def test_a_run_goes_on_with_what_it_saved(path, tmp_path):
         dist.barrier()
         loaded = trained(2)
         with contextlib.redirect_stdout(said):
-            goes_on = found(*loaded, *more)
-        return begins, goes_on, numbers(*loaded) == numbers(*saved), said.getvalue()
+            goes_on = found(*loaded)
+        with pytest.raises(BadInput, match="--lr"):
+            found(*trained(3), run={"--lr": 0.2})
+        same = numbers(*loaded) == numbers(*saved)
+        kept = sorted(file.name for file in folder.iterdir())
+        return begins, goes_on, same, kept, said.getvalue()
 
     ranks = run_ranks(go_on, 2)
     steps = {"steps": 0} if path == scripts.TRAIN_DDP else {}
-    for begins, goes_on, same, _ in ranks:
+    for begins, goes_on, same, *_ in ranks:
         assert begins == {"epoch": 0, "images": 0, "accuracy": None} | steps
         more = {"steps": 8} if steps else {}
         assert goes_on == {"epoch": 1, "images": 24, "accuracy": 0.5} | more
@@ -1036,6 +1134,8 @@ def test_a_run_goes_on_with_what_it_saved(path, tmp_path):
         "goes on after epoch 1 of run, and 24 images of the next\n",
         "",
     ]
+    newest = ["step-000004.pt", "step-000008.pt"] if steps else []
+    assert [kept for *_, kept, _ in ranks] == [newest, []]
 
 
 @by_name([*IMAGE_SCRIPTS, STREAM])
