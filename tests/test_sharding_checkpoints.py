@@ -289,12 +289,15 @@ def test_a_mistake_of_ours_is_no_damaged_checkpoint(tmp_path, monkeypatch):
         fsdp2.load_checkpoint(None, None, 12, tmp_path)
 
 
-def test_a_checkpoint_of_another_world_size_says_how_to_convert(tmp_path):
+def test_a_checkpoint_of_another_world_size_says_how_to_convert(tmp_path, monkeypatch):
     for rank in range(2):
         (tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
     zero.check_world_size(tmp_path, 2)
     with pytest.raises(BadInput, match=r"made for 2 workers.*ds_to_universal"):
         zero.check_world_size(tmp_path, 3)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
+    with pytest.raises(BadInput, match="made for 2 workers"):
+        scripts.load(DEEPSPEED).load_checkpoint(None, tmp_path)
     (tmp_path / "zero").mkdir()  # as in a converted one
     zero.check_world_size(tmp_path, 3)
 
