@@ -53,7 +53,7 @@ def loss_of(restored, whole):
 
 @torch.no_grad()
 def squared_errors(model, images):
-    """Return the sum of their errors with the hole in the middle, and the pixels."""
+    """Return their sum, with the hole in the middle, and the number of pixels."""
     middle = torch.full((len(images), 2, 1), 14 - HOLE // 2)
     error = ((model(cut_hole(images, middle)) - images) ** 2).sum(dtype=torch.float64)
     return torch.stack([error, torch.tensor(images.numel())])

@@ -542,7 +542,7 @@ class Terminal:
         )
 
     def type(self, *commands: str, fails: bool = False) -> str:
-        """Type one after another, each ends well (or fails); return what they print."""
+        """Type commands, which end well (or fail), one by one; return what they print."""
         lines = []
         for command in commands:
             self._shell.stdin.write(f"{command}\nprintf '\\nended %s\\n' $?\n")
