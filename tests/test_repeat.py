@@ -81,9 +81,8 @@ def test_a_failure_that_comes_and_goes_is_counted_and_named(root, loops, capsys)
 @pytest.mark.slow
 def test_a_run_that_skips_everything_has_not_passed(root, loops, capsys):
     """As an elective does whose packages are missing."""
-    (root / "test_tiny.py").write_text(
-        "import pytest\npytest.skip(allow_module_level=True)"
-    )
+    skipped = "import pytest\n@pytest.mark.skip\ndef test_tiny(): pass"
+    (root / "test_tiny.py").write_text(skipped)  # for pytest this is no failure
     assert repeat.main(["test_tiny.py", "-n", "1", "--loops", "1"]) == 1
     printed = capsys.readouterr().out
     assert columns(printed) == {"test_tiny.py": ["1", "0"]}
