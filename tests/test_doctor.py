@@ -1,8 +1,10 @@
 """python -m utils.doctor: every fault has its sentence, and status 1 where due."""
 
+import functools
 import os
 import subprocess
 import sys
+import threading
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -263,6 +265,36 @@ def test_network(monkeypatch):
 
     monkeypatch.setattr(doctor.urllib.request, "urlopen", unreachable)
     assert doctor.network().state == "warn"
+
+
+def test_own_name_without_an_address(monkeypatch):
+    monkeypatch.delenv("PET_LOCAL_ADDR", raising=False)
+    monkeypatch.setattr(doctor.socket, "getnameinfo", lambda *_: ("localhost", "http"))
+    monkeypatch.setattr(doctor.socket, "getfqdn", lambda: "localhost")
+    assert doctor.names().state == "ok"
+    monkeypatch.setattr(doctor.socket, "getfqdn", lambda: "nobody.invalid")  # RFC 2606
+    result = doctor.names()
+    assert result.state == "FAIL" and "own name has no address" in result.found
+    assert "PET_LOCAL_ADDR=127.0.0.1" in result.mend
+    monkeypatch.setenv("PET_LOCAL_ADDR", "127.0.0.1")
+    assert doctor.names().state == "ok"
+
+
+def test_name_server_that_does_not_answer(monkeypatch):
+    asked = threading.Event()
+    monkeypatch.setattr(doctor.socket, "getfqdn", lambda: "localhost")
+    answers = functools.partial(doctor._answers, seconds=0.1)
+    monkeypatch.setattr(doctor, "_answers", answers)
+    monkeypatch.setattr(doctor.socket, "getnameinfo", lambda *_: asked.wait(PATIENCE))
+    result = doctor.names()
+    asked.set()
+    assert result.state == "warn" and "RES_OPTIONS" in result.mend
+
+    def unknown(*_):
+        raise doctor.socket.gaierror("unknown")
+
+    monkeypatch.setattr(doctor.socket, "getnameinfo", unknown)
+    assert doctor.names().state == "ok"
 
 
 SMI = 'echo "NVIDIA T4, 470.57"'

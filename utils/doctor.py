@@ -14,6 +14,7 @@ import os
 import platform
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -286,26 +287,57 @@ def ray() -> Result:
     return Result("warn", f"one of {whose} is running", mend)
 
 
+def names() -> Result:
+    """Look up this machine's own name, and who connects, as torchrun and ranks do."""
+    if not (
+        "PET_LOCAL_ADDR" in os.environ  # torchrun's own variable for --local-addr
+        or _answers(lambda: socket.getaddrinfo(socket.getfqdn(), None))
+    ):
+        mend = (
+            "Add it to the line of 127.0.0.1 in /etc/hosts, or, if you use torchrun on "
+        )
+        mend += "this machine alone, `export PET_LOCAL_ADDR=127.0.0.1`."
+        found = "this machine's own name has no address: torchrun would wait for it"
+        return Result("FAIL", found, mend)
+
+    def look_up() -> bool:
+        with contextlib.suppress(OSError):  # no is an answer, too
+            socket.getnameinfo(("::ffff:127.0.0.1", 80, 0, 0), 0)
+        return True
+
+    if not _answers(look_up):
+        mend = '`export RES_OPTIONS="timeout:1 attempts:1"` makes that 1 s.'
+        found = "a name server does not answer: each start of ranks waits 10 s for it"
+        return Result("warn", found, mend)
+    return Result("ok", "this machine's own name has an address")
+
+
 def network() -> Result:
     """Ask whether the host of MNIST answers, through the proxies of the environment."""
-    answers = []
-
-    def ask() -> None:
-        request = urllib.request.Request(DATASET_URL, method="HEAD")
-        with contextlib.suppress(OSError):
-            answers.append(urllib.request.urlopen(request, timeout=2))
-
-    # In a thread, as a name server may take much longer than the timeout to say no.
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(timeout=3)
-    if answers:
+    request = urllib.request.Request(DATASET_URL, method="HEAD")
+    if _answers(lambda: urllib.request.urlopen(request, timeout=2)):
         return Result("ok", "MNIST, FashionMNIST and CIFAR-10 can be downloaded")
     return Result("warn", "none", "The lessons run without: their data is shipped.")
 
 
+def _answers(ask: Callable[[], object], seconds: float = 3) -> bool:
+    """Return whether `ask` returns within so many seconds, and raises no OSError."""
+    answers = []
+
+    def try_it() -> None:
+        with contextlib.suppress(OSError):
+            answers.append(ask())
+
+    # In a thread, as a name server may take much longer to say no.
+    thread = threading.Thread(target=try_it, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return bool(answers)
+
+
 CHECKS: tuple[Callable[[], Result], ...] = (workshop, python, packages, electives)
-CHECKS += (torch_build, run_mode, cores, memory, disk, gpus, compiler, ray, network)
+CHECKS += (torch_build, run_mode, cores, memory, disk, gpus, compiler, ray, names)
+CHECKS += (network,)
 
 
 def main() -> int:
