@@ -41,12 +41,14 @@ def offline(*arguments: object) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.slow
 def test_ranks_do_not_warn_of_a_network_without_names():
     """Else each cell that starts ranks has lines more than were recorded."""
     run = offline("-c", RANKS)
     assert run.returncode == 0 and run.stderr == ""
 
 
+@pytest.mark.slow
 def test_torch_warns_where_a_name_is_missing(monkeypatch):
     """The control, which also shows that a level that was set stays."""
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "WARNING")
