@@ -294,9 +294,9 @@ def names() -> Result:
         or _answers(lambda: socket.getaddrinfo(socket.getfqdn(), None))
     ):
         mend = (
-            "Add it to the line of 127.0.0.1 in /etc/hosts, or, if you use torchrun on "
+            "Add it to the line of 127.0.0.1 in /etc/hosts, or, for torchrun on this "
         )
-        mend += "this machine alone, `export PET_LOCAL_ADDR=127.0.0.1`."
+        mend += "machine alone, `export PET_LOCAL_ADDR=127.0.0.1`."
         found = "this machine's own name has no address: torchrun would wait for it"
         return Result("FAIL", found, mend)
 
@@ -309,7 +309,7 @@ def names() -> Result:
         mend = '`export RES_OPTIONS="timeout:1 attempts:1"` makes that 1 s.'
         found = "a name server does not answer: each start of ranks waits 10 s for it"
         return Result("warn", found, mend)
-    return Result("ok", "this machine's own name has an address")
+    return Result("ok", "ranks find each other on this machine")
 
 
 def network() -> Result:
