@@ -268,6 +268,8 @@ def test_network(monkeypatch):
 
 
 def test_own_name_without_an_address(monkeypatch):
+    patient = functools.partial(doctor._answers, seconds=PATIENCE)
+    monkeypatch.setattr(doctor, "_answers", patient)
     monkeypatch.delenv("PET_LOCAL_ADDR", raising=False)
     monkeypatch.setattr(doctor.socket, "getnameinfo", lambda *_: ("localhost", "http"))
     monkeypatch.setattr(doctor.socket, "getfqdn", lambda: "localhost")
@@ -281,10 +283,13 @@ def test_own_name_without_an_address(monkeypatch):
 
 
 def test_name_server_that_does_not_answer(monkeypatch):
-    asked = threading.Event()
-    monkeypatch.setattr(doctor.socket, "getfqdn", lambda: "localhost")
-    answers = functools.partial(doctor._answers, seconds=0.1)
-    monkeypatch.setattr(doctor, "_answers", answers)
+    asked, answers = threading.Event(), doctor._answers
+    hasty = functools.partial(answers, seconds=0.1)
+    patient = functools.partial(answers, seconds=PATIENCE)
+    monkeypatch.setenv(
+        "PET_LOCAL_ADDR", "127.0.0.1"
+    )  # so the own name is not asked for
+    monkeypatch.setattr(doctor, "_answers", hasty)
     monkeypatch.setattr(doctor.socket, "getnameinfo", lambda *_: asked.wait(PATIENCE))
     result = doctor.names()
     asked.set()
@@ -293,6 +298,7 @@ def test_name_server_that_does_not_answer(monkeypatch):
     def unknown(*_):
         raise doctor.socket.gaierror("unknown")
 
+    monkeypatch.setattr(doctor, "_answers", patient)
     monkeypatch.setattr(doctor.socket, "getnameinfo", unknown)
     assert doctor.names().state == "ok"
 

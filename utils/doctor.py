@@ -293,10 +293,8 @@ def names() -> Result:
         "PET_LOCAL_ADDR" in os.environ  # torchrun's own variable for --local-addr
         or _answers(lambda: socket.getaddrinfo(socket.getfqdn(), None))
     ):
-        mend = (
-            "Add it to the line of 127.0.0.1 in /etc/hosts, or, for torchrun on this "
-        )
-        mend += "machine alone, `export PET_LOCAL_ADDR=127.0.0.1`."
+        mend = "Add it to the line of 127.0.0.1 in /etc/hosts, or, for torchrun on "
+        mend += "this machine alone, `export PET_LOCAL_ADDR=127.0.0.1`."
         found = "this machine's own name has no address: torchrun would wait for it"
         return Result("FAIL", found, mend)
 

@@ -79,10 +79,9 @@ def prepare() -> bool:
     for name, value in RAY_AT_IMPORT.items():
         os.environ.setdefault(name, value)
     # Torch asks a name server who connects to a rank, and warns where none answers, once
-    # per rank of every run. A reader without a network sees what others see.
-    os.environ.setdefault(
-        "TORCH_CPP_LOG_LEVEL", "ERROR"
-    )  # of what is started from here
+    # per rank of every run. A reader without a network sees what others see: in processes
+    # that are started from here, as torch reads it when it is imported.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Ray's default is 15: beside programs without niceness that take all they get, a worker
     # gets a thirtieth of a core (sched(7)). Measured beside a busy loop per core: three
     # small fits at a time took 190 s, with this 35 s.
