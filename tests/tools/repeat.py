@@ -91,6 +91,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.gate and args.what:
         parser.error("--gate runs everything: name no files")
+    for what in args.what:  # else each run would fail by it
+        if not (notebooks.ROOT / what.partition("::")[0]).exists():
+            parser.error(f"there is no {what} in this repository")
     args.loaded = args.n if args.loaded is None else args.loaded
     args.limit = args.limit or (4 * 3600 if args.gate else 3600)
     return args
