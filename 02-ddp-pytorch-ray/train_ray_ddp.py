@@ -12,7 +12,7 @@ To take this along, put your own dataset into `load_data`, your model and optimi
 `build` and your loss into `train_step`, and copy `stopping`, `runs`, `generators`,
 `checkpoint_files` and `errors` of `utils`, which need nothing else of it, and
 `ResumableSampler` of its `datasets`. What else comes from `utils` is the workshop's: its
-models and data, its options, its checks of a machine. Lines that a script for one device
+models and data, its options, its checks of a machine. Steps that a script for one device
 lacks end in `# NEW`.
 """
 
@@ -89,7 +89,7 @@ def train_fn(config):
         first = min(at["images"] // global_batch, steps_per_epoch - 1)
         # another order in every epoch
         train_loader.sampler.set_epoch(at["epoch"], first * batch_size)  # NEW
-        generators.seed_loader(train_loader, seed, at["epoch"])  # NEW
+        generators.seed_loader(train_loader, seed, at["epoch"], first)  # NEW
         loss, steps = train_epoch(wrapped, optimizer, train_loader, stop, bf16)
         at["images"] = (first + steps) * global_batch
         if first + steps == steps_per_epoch:

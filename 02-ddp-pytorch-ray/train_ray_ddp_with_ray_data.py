@@ -11,7 +11,7 @@ To take this along, put your decoding into `read_images`, your model and optimiz
 `build` and your loss into `train_step`, and copy `stopping`, `runs`, `generators`,
 `checkpoint_files` and `errors` of `utils`, which need nothing else of it. What
 else comes from `utils` is the workshop's: its models and data, its options, its checks
-of a machine. Lines that a script for one device lacks end in `# NEW`.
+of a machine. Steps that a script for one device lacks end in `# NEW`.
 
 Without --data-path it writes its own data: --data-size-gb GB of augmented digits. The
 dataset may be larger than the memory of the whole cluster: only a few blocks are in

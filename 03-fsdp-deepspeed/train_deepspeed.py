@@ -13,7 +13,7 @@ starts the job again. SIGTERM stops it after a step, saved.
 To take this along, put your own texts into `train`, your model into `build` and your loss
 into `train_step`, and copy `stopping`, `runs`, `generators`, `checkpoint_files` and
 `errors` of `utils`, which need nothing else of it. What else comes from `utils` is the
-workshop's: its model and texts, its options, its checks of a machine. Lines that a script
+workshop's: its model and texts, its options, its checks of a machine. Steps that a script
 for one device lacks end in `# NEW`.
 """
 
@@ -38,6 +38,7 @@ from utils import (
     torchrun_or_ray,
     zero_config,
 )
+from utils.errors import BadInput
 from utils.models import GPT, SIZES, fill_by_name
 from utils.zero import LOAD_ERRORS, check_world_size, is_universal, load_deepspeed
 
@@ -183,7 +184,7 @@ def save_checkpoint(engine, step, folder, run=None):
 def last_checkpoint(folder):
     """Return the newest whole checkpoint in `folder`, or None; `latest` is written last."""
     latest = folder / "latest"
-    return folder / latest.read_text() if latest.exists() else None
+    return folder / latest.read_text().strip() if latest.exists() else None
 
 
 def is_whole(checkpoint):
@@ -202,7 +203,16 @@ def checkpoint_to_load(folder):
 def resume(engine, folder, args):
     """Load the checkpoint `folder`, if there is one; returns the number of steps done."""
     step = load_checkpoint(engine, folder, args.run) if folder else 0
+    if step >= args.steps and args.export and is_universal(folder):
+        raise BadInput(
+            f"{folder.name} was converted, and --export reads what a training has saved: "
+            "ask for more steps than it has."
+        )
     if dist.get_rank() == 0 and args.checkpoint_dir:
+        if (
+            folder
+        ):  # else what a killed save has left would count, once `latest` is later
+            runs.remove_cut_off(args.checkpoint_dir, is_whole)
         done = folder and f"step {step}"
         print(runs.begin(args.checkpoint_dir, done, step >= args.steps))
     return step

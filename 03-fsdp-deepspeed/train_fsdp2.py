@@ -12,7 +12,7 @@ a restart, and when a scheduler starts the job again. SIGTERM stops it after a s
 To take this along, put your own texts into `train`, your model into `build` and your loss
 into `train_step`, and copy `stopping`, `runs`, `generators`, `checkpoint_files` and
 `errors` of `utils`, which need nothing else of it. What else comes from `utils` is the
-workshop's: its model and texts, its options, its checks of a machine. Lines that a script
+workshop's: its model and texts, its options, its checks of a machine. Steps that a script
 for one device lacks end in `# NEW`.
 """
 

@@ -1,6 +1,7 @@
 """utils.command_line: what is wrong with a command line is one sentence, said last."""
 
 import argparse
+import contextlib
 import os
 import subprocess
 import sys
@@ -34,6 +35,48 @@ def main():
 if __name__ == "__main__":
     command_line.run(main)
 """
+
+
+@pytest.mark.parametrize("restarts", [None, "0", "1"])
+def test_what_a_restart_by_torchrun_finds_is_of_the_start_before(
+    restarts, tmp_path, monkeypatch
+):
+    """With --fresh, too: only the first start asks for an empty folder."""
+    monkeypatch.setattr(sys, "argv", ["train_ddp.py"])
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    if restarts:
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+    args = argparse.Namespace(checkpoint_dir=tmp_path, fresh=True)
+    command_line.prepare_folder(args)
+    (tmp_path / "step-000022.pt").touch()
+    again = pytest.raises(BadInput, match="is not empty, and --fresh")
+    with contextlib.nullcontext() if restarts == "1" else again:
+        command_line.prepare_folder(args)
+    monkeypatch.setattr(sys, "argv", ["train_fsdp2.py"])
+    args.fresh = False
+    with pytest.raises(BadInput, match=r"holds checkpoints of train_ddp\.py"):
+        command_line.prepare_folder(args)
+    monkeypatch.setenv("RANK", "1")
+    command_line.prepare_folder(args)  # rank 0 speaks
+
+
+def test_a_stopped_run_of_ray_says_where_its_checkpoint_is(tmp_path, capsys):
+    at = {"epoch": 1, "images": 64}
+    result = argparse.Namespace(return_value=at, checkpoint=None)
+    for folder, path, said in [
+        (None, None, "nothing was saved, as --checkpoint-dir names no folder"),
+        (
+            None,
+            "a/b",
+            "the last checkpoint is in a/b, but the same command starts anew",
+        ),
+        (tmp_path, "a/b", "saved, and the same command goes on from there"),
+    ]:
+        result.checkpoint = path and argparse.Namespace(path=path)
+        with pytest.raises(SystemExit):
+            command_line.end_run(result, 3, folder)
+        assert f"stopped in epoch 2: {said}" in capsys.readouterr().out
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """Noise that is drawn while training: other on each rank, and after a restart the next."""
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -49,19 +51,20 @@ class Augmented:
         return torch.rand(()).item()
 
 
-def test_the_processes_of_a_loader_draw_by_rank_and_epoch(monkeypatch):
-    def drawn(rank: int, epoch: int | None) -> tuple[float, ...]:
+def test_the_processes_of_a_loader_draw_by_rank_epoch_and_first_step(monkeypatch):
+    def drawn(rank: int, epoch: int | None, first: int = 0) -> tuple[float, ...]:
         monkeypatch.setattr(generators.dist, "get_rank", lambda: rank)
         new = torch.Generator()
         loader = DataLoader(Augmented(), 4, num_workers=1, generator=new)
         if epoch is not None:
-            generators.seed_loader(loader, 7, epoch)
+            generators.seed_loader(loader, 7, epoch, first)
         (batch,) = loader
         return tuple(batch.tolist())
 
     assert drawn(0, None) == drawn(1, None)  # what new generators lead to
-    found = {drawn(rank, epoch) for rank in (0, 1) for epoch in (0, 1)}
-    assert len(found) == 4 and drawn(1, 1) in found
+    places = itertools.product((0, 1), (0, 1), (0, 5))
+    found = {drawn(*place) for place in places}
+    assert len(found) == 8 and drawn(1, 1, 5) in found
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

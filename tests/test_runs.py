@@ -52,6 +52,27 @@ def test_fresh_refuses_a_folder_that_holds_something(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["new"]
 
 
+def test_a_folder_belongs_to_the_script_that_saves_there(tmp_path):
+    """Another one would take its checkpoints for what a killed save has left."""
+    old, folder = tmp_path / "old", tmp_path / "run"
+    old.mkdir()
+    (old / "step-000005.pt").touch()  # copied, or of a version without that file
+    for place in (old, folder, folder):
+        runs.prepare(place, fresh=False, script="train_ddp.py")
+        (place / "step-000005.pt").touch()
+    for place in (old, folder):
+        with pytest.raises(BadInput, match=r"of train_ddp.py, and this is train_fsdp2"):
+            runs.prepare(place, fresh=False, script="train_fsdp2.py")
+        assert (place / "step-000005.pt").exists()
+
+
+def test_a_folder_in_which_nothing_was_saved_is_free(tmp_path):
+    for script in ("train_ddp.py", "train_fsdp2.py"):
+        runs.prepare(tmp_path, fresh=True, script=script)
+    (tmp_path / "step-000005").mkdir()
+    runs.prepare(tmp_path, fresh=False, script="train_fsdp2.py")
+
+
 def test_what_differs_from_the_run_in_a_checkpoint_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/somewhere/train.py"])
     args = argparse.Namespace(batch_size=32, lr=0.1, epochs=3)

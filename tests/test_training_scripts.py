@@ -453,6 +453,40 @@ def test_a_half_written_checkpoint_is_not_taken(tmp_path):
         assert found == tmp_path / "step-000005"
         steps = sorted(tmp_path.glob("step-*"))
         assert list(map(scripts.load(script).is_whole, steps)) == [True, True, False]
+    (tmp_path / "latest").write_text("step-000002\n")  # as by an editor, or `echo`
+    found = scripts.load(sharding.TRAIN_DEEPSPEED).last_checkpoint(tmp_path)
+    assert found == tmp_path / "step-000002"
+
+
+def test_what_a_killed_save_left_goes_before_a_later_one_makes_it_count(
+    tmp_path, monkeypatch, capsys
+):
+    """DeepSpeed's script tells by `latest`, which names the last one that was whole."""
+    for name in ("step-000002", "step-000005", "step-000007"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights").touch()
+    (tmp_path / "latest").write_text("step-000005")
+    script = scripts.load(sharding.TRAIN_DEEPSPEED)
+    be_rank_0(monkeypatch, of=2)
+    monkeypatch.setattr(script, "load_checkpoint", lambda *_: 5)
+    args = Namespace(checkpoint_dir=tmp_path, run={}, steps=9, export=None)
+    assert script.resume(None, tmp_path / "step-000005", args) == 5
+    assert "goes on after step 5" in capsys.readouterr().out
+    left = {path.name for path in tmp_path.glob("step-*")}
+    assert left == {"step-000002", "step-000005"}
+
+
+def test_a_converted_checkpoint_is_not_exported(tmp_path, monkeypatch):
+    """It lacks what DeepSpeed's own export reads; a step of training saves it again."""
+    converted = tmp_path / "step-000009-universal"
+    (converted / "zero").mkdir(parents=True)
+    script = scripts.load(sharding.TRAIN_DEEPSPEED)
+    monkeypatch.setattr(script, "load_checkpoint", lambda *_: 9)
+    args = Namespace(checkpoint_dir=tmp_path, run={}, steps=9, export=tmp_path / "w.pt")
+    with pytest.raises(
+        BadInput, match="step-000009-universal was converted, and --exp"
+    ):
+        script.resume(None, converted, args)
 
 
 GOES_ON = Namespace(agreed=lambda: stopping.NOTHING)  # nobody asks it to stop
@@ -754,7 +788,7 @@ def test_epochs_go_on_where_they_were_and_are_evaluated_and_saved(
     assert built[0][:3] == (3, 0.1, 7)  # channels of a picture, not its height or width
     again = [(2, 2 * 4)] * with_ray  # from step 2 on, of 4 images each
     assert began == [(1, 3 * 4), (2, 0), *again, (3, 0)]
-    assert drawn == [(7, epoch) for epoch, _ in began]
+    assert drawn == [(7, epoch, skipped // 4) for epoch, skipped in began]
     noticed = [(2, 16, 0.25)] * with_ray
     where = [(each["epoch"], each["images"], each["accuracy"]) for each in saved]
     assert where == [(2, 0, 0.25), *noticed, (3, 0, 0.5), (3, 16, 0.5)]
@@ -1011,7 +1045,7 @@ def test_all_ranks_resume_from_what_rank_0_finds(path, tmp_path):
     def found() -> tuple[Path, int, str]:
         dist.init_process_group("gloo")
         script, mine = scripts.load(path), tmp_path / f"rank-{dist.get_rank()}"
-        loaded, args = [], Namespace(checkpoint_dir=mine, run={}, steps=9)
+        loaded, args = [], Namespace(checkpoint_dir=mine, run={}, steps=9, export=None)
         args.batch_size = 2  # of each rank
         with contextlib.redirect_stdout(io.StringIO()) as said:
             if path == sharding.TRAIN_DEEPSPEED:

@@ -156,7 +156,7 @@ def find_run(args: argparse.Namespace) -> tuple[str, Path]:
     """
     if not args.checkpoint_dir:
         return new_run(args)
-    prepare_folder(args)
+    runs.prepare(args.checkpoint_dir, args.fresh)
     from utils.failures import remove_cut_off  # here: it imports Ray, for part 02 alone
 
     name, folder = Path(sys.argv[0]).stem, args.checkpoint_dir
@@ -193,6 +193,9 @@ def end_run(result, epochs: int, folder: Path | None) -> None:
     at = result.return_value
     if at["epoch"] < epochs:
         then = stopping.what_next(folder)
+        if not folder and result.checkpoint:  # Ray Train saves in any case
+            then = f"the last checkpoint is in {result.checkpoint.path}, but the same "
+            then += "command starts anew, as --checkpoint-dir names no folder"
         if folder and "trained_again" in at:  # of a stream, which has no middle
             again = at["trained_again"]
             then = f"the same command begins it anew, and trains {again} rows again"
@@ -208,7 +211,10 @@ def prepare_folder(args: argparse.Namespace) -> None:
         BadInput: as `runs.prepare`.
     """
     if args.checkpoint_dir and os.environ.get("RANK", "0") == "0":
-        runs.prepare(args.checkpoint_dir, args.fresh)
+        # what is there after a restart by torchrun is of the start before
+        first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+        script = Path(sys.argv[0]).name
+        runs.prepare(args.checkpoint_dir, args.fresh and first, script)
 
 
 def check_torchrun() -> int:

@@ -1,7 +1,8 @@
 """The random number generators of all ranks: seeded apart, saved and restored together.
 
 What is drawn while a model trains (dropout, augmentation) has to differ between ranks,
-and to go on after a restart where it was.
+and to go on after a restart where it was. Not so in processes of a DataLoader, which draw
+ahead: for what is left of an epoch they draw other numbers than for its first part.
 """
 
 import io
@@ -19,7 +20,7 @@ def seed_rank(seed: int) -> None:
     torch.manual_seed(seed * 100_003 + dist.get_rank() + 1)  # of a GPU, too
 
 
-def seed_loader(loader, seed: int, epoch: int) -> None:
+def seed_loader(loader, seed: int, epoch: int, first: int = 0) -> None:
     """Seed what the processes of a DataLoader draw, by rank and epoch; call it before each.
 
     They draw from numbers that the loader's own generator gives them. A new one always
@@ -29,8 +30,9 @@ def seed_loader(loader, seed: int, epoch: int) -> None:
         loader: made with `generator=torch.Generator()`, and without persistent workers.
         seed: of the training.
         epoch: from 0 on.
+        first: the step at which it begins, or goes on.
     """
-    mine = f"{seed} {dist.get_rank()} {epoch}"
+    mine = f"{seed} {dist.get_rank()} {epoch} {first}"
     loader.generator.manual_seed(random.Random(mine).getrandbits(62))
 
 

@@ -10,10 +10,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from utils.checkpoint_files import check_writable
+from utils.checkpoint_files import check_writable, write_whole
 from utils.errors import BadInput
 
 NAME = re.compile(r"step-\d+")
+OWNER = ".script"  # a file in a run's folder: the name of the script that saves there
 SAVING = ".saving-"  # begins the name of a folder that is written before Ray takes it
 
 
@@ -41,22 +42,38 @@ def newest(
     return max(filter(is_whole, _all(folder)), key=steps, default=None)
 
 
-def prepare(folder: Path, fresh: bool) -> None:
+def prepare(folder: Path, fresh: bool, script: str | None = None) -> None:
     """Create the folder of a run if needed, and check that it can be written to.
 
     Args:
         folder: of the run's checkpoints.
         fresh: whether it may not hold anything yet.
+        script: whose checkpoints it holds, from the first start on. Another script would
+            take them for what a killed save has left, and delete them. None: as with Ray
+            Train, each script has a folder of its own in there.
 
     Raises:
-        BadInput: it holds something and should not, or it cannot be written to.
+        BadInput: it holds something and should not, it is another script's, or it cannot
+            be written to.
     """
-    if fresh and folder.is_dir() and any(folder.iterdir()):
+    there = list(folder.iterdir()) if folder.is_dir() else []
+    owner = folder / OWNER
+    holds_something = set(there) - {owner}
+    if fresh and holds_something:
         raise BadInput(
             f"{folder} is not empty, and --fresh starts in an empty folder: name another "
             "one, or leave out --fresh to go on from what is there."
         )
     check_writable(folder)
+    if script and owner in there and holds_something:
+        if (of := owner.read_text().strip()) != script:
+            raise BadInput(
+                f"{folder} holds checkpoints of {of}, and this is {script}: name another "
+                "folder. Nothing was changed."
+            )
+    elif script:
+        with write_whole(owner) as file:
+            file.write(script.encode())
 
 
 def begin(
@@ -106,13 +123,21 @@ def keep_newest(
 ) -> None:
     """Delete all whole checkpoints but the newest `number`, and what is cut off.
 
-    Cut off is what a killed save has left: as large as a checkpoint, and of no use. Call
-    it on one rank, while no rank saves.
+    Call it on one rank, while no rank saves.
     """
-    kept = sorted(filter(is_whole, _all(folder)), key=steps)[-number:]
-    for path in [*_all(folder), *folder.glob(".step-*.tmp")]:
-        if path not in kept:
-            _delete(path)
+    remove_cut_off(folder, is_whole)
+    for path in sorted(_all(folder), key=steps)[:-number]:
+        _delete(path)
+
+
+def remove_cut_off(folder: Path, is_whole: Callable[[Path], bool]) -> None:
+    """Delete what a killed save has left: as large as a checkpoint, and of no use.
+
+    Call it on one rank, while no rank saves.
+    """
+    cut_off = (path for path in _all(folder) if not is_whole(path))
+    for path in [*cut_off, *folder.glob(".step-*.tmp")]:
+        _delete(path)
 
 
 def _all(folder: Path) -> list[Path]:
