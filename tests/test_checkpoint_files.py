@@ -140,6 +140,44 @@ def test_a_network_that_fails_is_no_disk_that_refuses(code):
         assert found.value is raised
 
 
+class OutOfMemoryError(RuntimeError):
+    """Stands for torch's, which needs a GPU."""
+
+
+class OfAllRanks(BaseException):
+    """Has what torch's CheckpointException has."""
+
+    def __init__(self, failures):
+        self.failures = failures
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OutOfMemoryError("Tried to allocate 2.00 GiB"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
+def test_a_lack_of_memory_is_not_called_a_damaged_checkpoint(error, tmp_path):
+    """Who reads that it is damaged deletes it; and Ray would not start the run again."""
+    with pytest.raises(type(error)), checkpoint_files.explain_reading(tmp_path):
+        raise error
+    for kind, raised in {
+        RuntimeError: error,
+        OfAllRanks: OfAllRanks({0: (KeyError("x"), None), 1: (error, None)}),
+    }.items():
+        with (
+            pytest.raises(type(raised)),
+            checkpoint_files.explain_loading(tmp_path, kind),
+        ):
+            raise raised
+    with (
+        pytest.raises(BadInput, match="damaged"),
+        checkpoint_files.explain_loading(tmp_path, OfAllRanks),
+    ):
+        raise OfAllRanks({0: (KeyError("x"), None)})
+
+
 def test_a_sentence_stays_as_it_is():
     inner = BadInput("the inner one")
     inner.__cause__ = OSError(errno.ENOSPC, "full")

@@ -1,5 +1,6 @@
 """The log of a run: who says what in it, also while the run is being ended."""
 
+import pytest
 import torch.distributed as dist
 
 from utils import events
@@ -22,6 +23,22 @@ def test_a_step_says_its_rank_even_after_the_group_has_ended(tmp_path):
     found = {(step["rank"], step["seen"]) for step in steps}
     assert found == {(rank, seen) for rank in (0, 1) for seen in (8, 16)}
     assert all("rank" not in each for each in events.noted(path, "before"))
+
+
+@pytest.mark.parametrize("status", [0, 1, -9, True])
+def test_whoever_waits_hears_that_nothing_can_come_any_more(status, tmp_path):
+    """Also from `Popen.poll`, of a process that ended well."""
+    path = tmp_path / "log"
+    with pytest.raises(TimeoutError, match=r"'step' with .* did not happen"):
+        events.wait_for(path, "step", unless=lambda: status, seconds=600)
+    answers = iter([None, False, status])
+
+    def ends_with_a_step():
+        if (answer := next(answers)) is status:
+            events.note(path, "step")
+        return answer
+
+    assert events.wait_for(path, "step", unless=ends_with_a_step)["event"] == "step"
 
 
 def test_a_line_that_is_still_being_written_is_left_for_later(tmp_path):

@@ -1,5 +1,7 @@
 """utils.failures: what ends a run, and what a worker says is to be mended."""
 
+import json
+
 import pyarrow as pa
 import pytest
 import ray
@@ -134,3 +136,29 @@ def test_a_killed_first_save_is_removed_and_nothing_else(tmp_path):
     failures.remove_cut_off(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"stop", "checkpoint_2"}
     failures.remove_cut_off(tmp_path / "not there")
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_a_list_of_checkpoints_that_does_not_fit_is_a_sentence(found, tmp_path):
+    """As where somebody deleted a checkpoint that a sentence had called damaged."""
+    if found:
+        (tmp_path / "checkpoint_2").mkdir()
+    gone = {"checkpoint_dir_name": "checkpoint_1", "metrics": {}}
+    state = {"ray_version": ray.__version__, "current_report_index": 1}
+    state |= {"checkpoint_results": [gone], "checkpoint_report_indices": [0]}
+    for name in ("pending_training_results", "pending_validation_specs"):
+        state[name] = []
+    for name in ("validated", "timed_out_validation", "failed_validation"):
+        state[f"{name}_checkpoint_dir_names"] = []
+    cut_off = json.dumps(state)[:-1]
+    for text, cause in (
+        (json.dumps(state), "not exist anymore"),
+        (cut_off, "Expecting"),
+    ):
+        (tmp_path / "checkpoint_manager_snapshot.json").write_text(text)
+        with pytest.raises(
+            BadInput, match=r"does not fit .* or delete .* to"
+        ) as problem:
+            failures.remove_cut_off(tmp_path)
+        assert cause in str(problem.value.__cause__)
+    assert (tmp_path / "checkpoint_2").exists() == found

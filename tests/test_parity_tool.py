@@ -276,6 +276,21 @@ def test_records_of_another_launcher_are_judged():
 
 
 @pytest.mark.slow
+def test_records_of_lower_precision_are_judged_by_what_it_rounds():
+    rounds = odd_programs.RIGHT["FSDP2 in bf16"]
+    alone = launch.run_ranks(records_of, 1, rounds)[0][0][0]
+    together = launch.run_ranks(records_of, 2, rounds)[0][0]
+    report = parity.judge(alone, together)
+    assert report.equal == {2: True}, str(report)
+    assert "as near as what it rounds allows. They part at" in str(report)
+    for rank in together:
+        gradients = rank.updates[0].gradients
+        for name, numbers in gradients.items():
+            gradients[name] = [1.1 * number for number in numbers]
+    assert parity.judge(alone, together).equal == {2: False}
+
+
+@pytest.mark.slow
 def test_fsdp2_that_shards_over_one_rank_is_seen():
     """It claims to shard by what it is, and each rank keeps all, and steps alone."""
     program = replace(odd_programs.PLAIN, wrap=odd_programs.shard_alone)

@@ -140,6 +140,13 @@ def test_data_that_only_some_nodes_have_are_refused(started, tmp_path, monkeypat
             preflight.check_shared(path)
 
 
+def test_of_what_is_not_there_the_reader_speaks(started, tmp_path, monkeypatch):
+    """A folder with a wrong name is not "not shared"."""
+    nodes = ray.nodes()
+    monkeypatch.setattr(preflight.ray, "nodes", lambda: nodes * 2)
+    preflight.check_shared(tmp_path / "not there")
+
+
 def read_only(*_):
     raise OSError(30, "Read-only file system")
 

@@ -8,7 +8,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -86,9 +85,23 @@ def test_ray_may_write_objects_to_a_disk_that_is_large_and_nearly_full():
     """Until 2 GiB are free; on a small disk until Ray's own 95% are used."""
     assert processes.spill_until(1 << 40) == 1 - 2 / 1024
     assert processes.spill_until(10 << 30) == 0.95
-    total = shutil.disk_usage(tempfile.gettempdir()).total
+    total = shutil.disk_usage(processes.ray_folder()).total
     share = processes.spill_until(total)
     assert float(os.environ[processes.DISK_SHARE]) == pytest.approx(share, abs=1e-4)
+
+
+@pytest.mark.parametrize("names", [("RAY_TMPDIR", "TMPDIR"), ("TMPDIR",), ()])
+def test_the_disk_is_that_to_which_ray_writes(names, tmp_path, monkeypatch):
+    from ray._common import utils as theirs
+
+    for name in ("RAY_TMPDIR", "TMPDIR"):
+        monkeypatch.delenv(name, raising=False)
+    for name in names:
+        monkeypatch.setenv(name, str(tmp_path / name))
+    assert str(processes.ray_folder()) == theirs.get_default_system_temp_dir()
+    monkeypatch.delenv(processes.DISK_SHARE)
+    processes.prepare()  # although there may be no such folder
+    assert (processes.DISK_SHARE in os.environ) == (not names)
 
 
 @pytest.mark.slow

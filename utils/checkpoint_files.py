@@ -108,7 +108,7 @@ def explain_reading(path: str | Path) -> Iterator[None]:
 
     The errors are those that torch.load and load_state_dict raise for files that are cut,
     empty, of another kind or of another model (tried in the tests). Others are mistakes of
-    the program, and pass.
+    the program, or a GPU without room, and pass.
 
     Raises:
         BadInput: the checkpoint is damaged or of another model, is not there, or cannot
@@ -128,6 +128,8 @@ def explain_reading(path: str | Path) -> Iterator[None]:
             f"{path} is damaged, or was not written by torch.save: {mend}"
         ) from error
     except (RuntimeError, ValueError, LookupError, TypeError) as error:
+        if _is_of_the_machine(error):
+            raise
         reason = f"{type(error).__name__}: {error}".strip().splitlines()[-1].strip()
         raise BadInput(
             f"The checkpoint {path} is damaged or of another model ({reason}): {mend}"
@@ -141,7 +143,7 @@ def explain_loading(folder: Path, *errors: type[BaseException]) -> Iterator[None
     Args:
         folder: the checkpoint.
         errors: what the library raises for files that are damaged, missing or of another
-            model. Others are mistakes of the program, and pass.
+            model. Others are mistakes of the program, and pass, as does a GPU without room.
 
     Raises:
         BadInput: it cannot be loaded; says what may be the reason.
@@ -149,6 +151,8 @@ def explain_loading(folder: Path, *errors: type[BaseException]) -> Iterator[None
     try:
         yield
     except errors as error:
+        if _is_of_the_machine(error):
+            raise
         raise BadInput(
             f"The checkpoint {folder} is damaged, of another model, or not seen by all "
             "nodes: name another folder, or delete it."
@@ -166,6 +170,20 @@ def check_global_batch(saved: int, now: int) -> None:
             f"The checkpoint was trained with a global batch of {saved}, and now it is "
             f"{now}: set --batch-size so that all workers and passes together make {saved}."
         )
+
+
+def _is_of_the_machine(error: BaseException) -> bool:
+    """Return whether memory was short, or a GPU failed: then no file is bad.
+
+    By name, as this module needs no torch. Its distributed checkpoints raise one error
+    with those of all ranks in it, as `failures`.
+    """
+    of_ranks = getattr(error, "failures", None) or {}
+    errors = [error, *(failed for failed, _ in of_ranks.values())]
+    kinds = {"OutOfMemoryError", "AcceleratorError"}
+    return any(
+        type(e).__name__ in kinds or "DefaultCPUAllocator" in str(e) for e in errors
+    )
 
 
 def _reason(error: BaseException | None) -> str | None:

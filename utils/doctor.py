@@ -29,6 +29,7 @@ from typing import NamedTuple
 from utils import electives as the_electives
 from utils import settings
 from utils.errors import BadInput
+from utils.processes import ray_folder
 
 REQUIREMENTS = Path(__file__).parent.parent / "requirements.txt"
 DATASET_URL = "https://ossci-datasets.s3.amazonaws.com/mnist/t10k-labels-idx1-ubyte.gz"
@@ -184,7 +185,7 @@ def _cache(group: Path, name: str) -> int:
 def disk() -> Result:
     """Measure the free disk where results go, and where Ray keeps its session."""
     try:
-        folders = {settings.storage_path(), Path(os.environ.get("RAY_TMPDIR", "/tmp"))}
+        folders = {settings.storage_path(), ray_folder()}
     except BadInput as error:
         return Result("FAIL", "no place for results", str(error))
     free = {f: shutil.disk_usage(f).free / 1e9 for f in sorted(folders) if f.exists()}

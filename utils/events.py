@@ -45,21 +45,32 @@ def noted(path: str | Path, event: str, after: float = 0, **where) -> list[dict]
 def wait_for(
     path: str | Path,
     event: str,
-    unless: Callable[[], bool] = lambda: False,
+    unless: Callable[[], object] = lambda: False,
     seconds: float = 600,
     **where,
 ) -> dict:
     """Wait for the first entry that `noted` finds.
 
+    Args:
+        path: of the log.
+        event: which entry it is, as in `note`.
+        unless: asked whether nothing can come any more. Anything but None and False says
+            so, as what `subprocess.Popen.poll` returns, whose 0 is an end, too.
+        seconds: how long to wait.
+        where: what the entry's details have to be.
+
     Raises:
-        TimeoutError: there was none within `seconds`, or `unless()` came true before.
+        TimeoutError: there was none within `seconds`, or before `unless` said so.
     """
     deadline = time.monotonic() + seconds
-    while not (found := noted(path, event, **where)):
-        if unless() or time.monotonic() > deadline:
+    while True:
+        over = unless()
+        is_late = time.monotonic() > deadline
+        if found := noted(path, event, **where):  # looked for once it is over, too
+            return found[0]
+        if is_late or not (over is None or over is False):
             raise TimeoutError(f"{event!r} with {where} did not happen.")
         time.sleep(0.01)
-    return found[0]
 
 
 def when(path: str | Path, event: str, act: Callable[[dict], Any], **where) -> Future:

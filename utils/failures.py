@@ -10,6 +10,7 @@ import pyarrow as pa
 import ray
 import ray.train
 from ray.train import CheckpointConfig, TrainingFailedError, UserCallback
+from ray.train.v2._internal.exceptions import CheckpointManagerInitializationError
 
 from utils import runs
 from utils.errors import BadInput
@@ -57,17 +58,23 @@ def remove_cut_off(run: Path) -> None:
     It is as large as a checkpoint, and Ray never takes it for one. Where there is no list,
     what can be read stays: `torch.save` writes zip archives, and a file that was cut off
     is none. Call it while nobody trains this run.
+
+    Raises:
+        BadInput: the list names a checkpoint that somebody has deleted, or was cut off.
     """
     for path in run.glob(f"{runs.SAVING}*/"):  # before Ray had it
         shutil.rmtree(path, ignore_errors=True)
     found = set(run.glob("checkpoint_*/"))
-    if not found:
-        return
     try:
         listed = ray.train.Result.from_path(run).best_checkpoints or []
         whole = {Path(checkpoint.path).name for checkpoint, _ in listed}
     except RuntimeError:  # there is no list: no save has ended, or somebody lost it
         whole = {p.name for p in found if zipfile.is_zipfile(p / "checkpoint.pt")}
+    except CheckpointManagerInitializationError as error:
+        raise BadInput(
+            f"Ray's list of checkpoints in {run} does not fit what is there: name another "
+            f"folder, or delete {run} to start anew."
+        ) from error
     for path in found:
         if path.name not in whole:
             shutil.rmtree(path, ignore_errors=True)

@@ -94,8 +94,8 @@ def _say_if_waiting(needed: dict[str, float], until: str | None = None) -> None:
 def check_shared(*folders: str | Path) -> None:
     """Check that every node of the cluster sees what this process sees in `folders`.
 
-    One may be a file, too. Nothing is checked where there is one node, or of what is an
-    address (s3://, gs://).
+    One may be a file, too. Nothing is checked where there is one node, or of what is not
+    there or an address (s3://, gs://).
 
     Raises:
         BadInput: a node does not see a file that is there, written now if that is possible.
@@ -110,6 +110,8 @@ def _check_shared(folder: str | Path) -> None:
     if len(nodes) < 2 or "://" in folder:
         return
     folder = Path(folder).expanduser().absolute()
+    if not folder.exists():
+        return  # whoever reads it says so
     there = marker = folder / f".shared-{uuid.uuid4().hex}"
     try:
         marker.touch()

@@ -11,7 +11,6 @@ import secrets
 import shutil
 import socket
 import sys
-import tempfile
 import warnings
 from pathlib import Path
 
@@ -86,9 +85,19 @@ def prepare() -> bool:
     # gets a thirtieth of a core (sched(7)). Measured beside a busy loop per core: three
     # small fits at a time took 190 s, with this 35 s.
     os.environ.setdefault(NICENESS, "0")
-    total = shutil.disk_usage(tempfile.gettempdir()).total
-    os.environ.setdefault(DISK_SHARE, f"{spill_until(total):.4f}")
+    with contextlib.suppress(OSError):  # no such folder: Ray says so when it starts
+        total = shutil.disk_usage(ray_folder()).total
+        os.environ.setdefault(DISK_SHARE, f"{spill_until(total):.4f}")
     return too_late
+
+
+def ray_folder() -> Path:
+    """Return the folder below which Ray keeps its files, and objects that find no memory.
+
+    Source: `get_default_system_temp_dir` in ray/_common/utils.py.
+    """
+    own = os.environ.get("TMPDIR") if sys.platform.startswith("linux") else None
+    return Path(os.environ.get("RAY_TMPDIR") or own or "/tmp")
 
 
 def spill_until(total: int) -> float:
@@ -105,8 +114,8 @@ def keep_freed_memory() -> None:
 
     Else glibc gives large blocks, and the free end of its heap, back to the kernel, which
     hands them out again page by page, each filled with zeros. Measured with ResNet-18 on
-    two CPU ranks: 13,700 page faults per step and rank and 261 ms per step; with this no
-    faults and 215 ms (row 14 of tests/tools/benchmarks/RESULTS.md). The price: up to 1 GiB
+    two CPU ranks: 13,700 page faults per step and rank and 118 ms per step; with this no
+    faults and 98 ms (row 14 of tests/tools/benchmarks/RESULTS.md). The price: up to 1 GiB
     that was freed stays with the process.
 
     It works in the running process, so for scripts, ranks and Ray's workers alike. If one

@@ -253,7 +253,7 @@ def h100_cluster(
 
 
 def check_range(parameters: float, gpus: int, tokens: float) -> None:
-    """Return whether runs of this size were among those that the model was checked with.
+    """Check that runs of this size were among those that the model was checked with.
 
     `tokens` are those of one GPU in one pass. Each of the three counts by itself.
 
