@@ -1,13 +1,18 @@
 """A machine that several people share: each has a seat, and nobody another one's."""
 
+import ast
 import contextlib
+import os
 import re
+import subprocess
 import threading
 import time
+import uuid
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -16,7 +21,7 @@ import pytest
 import requests
 
 from tests import one_machine
-from tests.patience import wait_until
+from tests.patience import PATIENCE, wait_until
 from tests.skips import ROOT
 from tests.tools.hub import LESSON, Seat
 
@@ -47,6 +52,7 @@ import ray
 start_ray(2)
 print(ray.get_runtime_context().gcs_address)
 """
+CONFIG = "02-ddp-pytorch-ray/cluster/one-machine/jupyterhub_config.py"
 PAGE = (ROOT / "02-ddp-pytorch-ray/cluster/README.md").read_text()
 ON_THE_PAGE = {  # what is measured, and where the page says how much a person needs of it
     "GB": r"Memory decides: ([\d.]+) GB for each person",
@@ -84,6 +90,45 @@ import subprocess, sys
 take = "b'x' * (9 * 2**30)"
 print(subprocess.run([sys.executable, "-c", take]).returncode)
 """
+
+
+FOUND = ["nothing", "own", "a link"]
+FOUND += ["a neighbour's"] * (os.getuid() == 0)  # root alone can make one
+
+
+@pytest.mark.parametrize("there", FOUND)
+def test_a_seat_gets_a_folder_that_nobody_else_has_made(there, tmp_path):
+    """Whoever owns TMPDIR can swap the files that programs write there."""
+    config = ast.parse((ROOT / CONFIG).read_text())
+    (prepare,) = [
+        ast.literal_eval(node.value)
+        for node in config.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "PREPARE"
+    ]
+    name = f"nobody-{uuid.uuid4().hex}"
+    own, home = Path(f"/tmp/seat-{name}"), tmp_path / "home"
+    (home / "workshop-0").mkdir(parents=True)  # the lessons are there
+    if there == "a link":
+        own.symlink_to(tmp_path)
+    elif there != "nothing":
+        own.mkdir(mode=0o777)
+    if there == "a neighbour's":
+        os.chown(own, 65534, 65534)
+    try:
+        done = subprocess.run(
+            ["sh", "-c", prepare, "0"],
+            env={"PATH": os.environ["PATH"], "USER": name, "HOME": str(home)},
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+        )
+        if there in ("nothing", "own"):
+            assert done.returncode == 0 and own.stat().st_mode & 0o777 == 0o700
+        else:
+            assert done.returncode == 1
+            assert f"{own} is not {name}'s: remove it" in done.stderr
+    finally:
+        own.unlink() if own.is_symlink() else own.rmdir()
 
 
 @pytest.mark.slow

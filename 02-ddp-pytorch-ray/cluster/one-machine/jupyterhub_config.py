@@ -25,9 +25,14 @@ CGROUPS, MEMBERS = Path("/sys/fs/cgroup"), "cgroup.procs"
 PERIOD_US = 100_000
 LONG_S = 300  # when thirty people start at once
 # As the person, in the home: lessons of another commit stay beside these. Ray and others
-# write to a folder of /tmp that nobody else may enter.
+# write to a folder of /tmp that nobody else may enter: not one that a neighbour made.
 PREPARE = """
-umask 077 && mkdir -p "/tmp/seat-$USER" "$HOME/storage"
+set -e
+umask 077
+own="/tmp/seat-$USER"
+mkdir -p "$own" "$HOME/storage"
+[ -O "$own" ] && [ ! -L "$own" ] || { echo "$own is not $USER's: remove it" >&2; exit 1; }
+chmod 700 "$own"
 there="$HOME/workshop-$0"
 [ -e "$there" ] || {
   rm -rf "$there.new" && mkdir "$there.new" &&
@@ -107,15 +112,22 @@ def limited(group: Path, limits: dict[str, object]) -> Path:
 
 
 def prepare(seat: Seat) -> None:
-    """Give a person a copy of the lessons, and folders of their own."""
+    """Give a person a copy of the lessons, and folders of their own.
+
+    Raises:
+        RuntimeError: there is no room, or somebody else has made their folder; the hub
+            shows it in its log, and the person that the seat did not start.
+    """
     git = ["git", "-C", LESSONS]
     name = [*git, "rev-parse", "--short=12", "HEAD"]
     commit = subprocess.check_output(name, text=True, timeout=LONG_S).strip()
     lessons = subprocess.check_output([*git, "archive", "HEAD"], timeout=LONG_S)
     su = ["su", "--login", "--shell", "/bin/sh", "--command", PREPARE, seat.user.name]
-    subprocess.run(
-        [*su, commit], input=lessons, check=True, capture_output=True, timeout=LONG_S
+    done = subprocess.run(
+        [*su, commit], input=lessons, capture_output=True, timeout=LONG_S
     )
+    if done.returncode:
+        raise RuntimeError(f"{seat.user.name}: {done.stderr.decode().strip()}")
 
 
 c = get_config()  # noqa: F821  # type: ignore  # JupyterHub defines it
