@@ -5,10 +5,12 @@ import re
 import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import cloudpickle
 import nbformat
 import numpy as np
+import pandas as pd
 import pytest
 import ray
 import torch
@@ -23,7 +25,7 @@ from tests import odd_programs
 from tests.tools import notebooks
 from tests.tools.notebooks import progress as shown
 from tests.tools.notebooks.__main__ import main as command_line
-from utils import checks, memory
+from utils import checks, comms, memory, timing
 from utils.checks import moving
 from utils.checks.exercise import cases, join, stands_still
 from utils.errors import BadInput
@@ -861,9 +863,8 @@ NAMED = {
         ((3, memory.MIXED, {"all": [2, 2], "node": [2]}, 2), "keeps 2 bytes"),
     ],
     "a wrong choice": [
-        (lambda: (7, 64, 32, 16384, "fsdp2-keep"), "would not say it"),
-        (lambda: (7, 64, 32, 16384, "fsdp2, checkpointing"), "it fits"),
-        (lambda: (7, 64, 32, 16384, "tensor"), "does not know the row 'tensor'"),
+        (lambda: (65, 8, 80, 16384), "says that no row fits"),
+        (lambda: (7, 64, 32, 16384), "which holds 23 GB, and 32 GB with the loss"),
     ],
     "bucket size": [
         (
@@ -919,6 +920,38 @@ NAMED = {
 }
 
 
+def lessons_choose():
+    """Return `choose` of 03/05, whose cells up to there need no ranks."""
+    path = next(
+        p for p in notebooks.all_notebooks() if p.stem.startswith("05_choosing")
+    )
+    cells = {c.id: c.source for c in nbformat.read(path, as_version=4).cells}
+    names = {"NamedTuple": NamedTuple, "pd": pd, "STRATEGIES": ()}
+    names |= {"comms": comms, "memory": memory, "timing": timing}
+    for name in ("c5-rows", "c5-held", "c5-sending", "c5-choose"):
+        exec(cells[name], names)
+    return names["choose"]
+
+
+def test_a_wrong_choice_is_one_of_the_lesson(monkeypatch, capsys):
+    """What the solutions say without the lesson's `choose` is what it says."""
+    monkeypatch.undo()
+    choose = lessons_choose()
+    assert choose(20, 8, 80, 44, tokens=32768) == "fsdp2, checkpointing"
+
+    def untouched(): ...
+
+    for answer, given, said in (
+        (lambda: (20, 8, 44, 32768), choose, "Right!"),
+        (lambda: (20, 8, 44, 32768, "hsdp, checkpointing"), choose, "Not yet (Val"),
+        (lambda: (405, 8, 126, 16384), choose, "Not yet (BadInput"),
+        (lambda: (7, 64, 32, 16384), lambda *case, **work: "tensor", "row 'tensor'"),
+        (untouched, choose, "replace the three dots"),
+    ):
+        checks.check("a wrong choice", answer, given)
+        assert said in capsys.readouterr().out
+
+
 # Those that train on ranks, or start DeepSpeed: some seconds each.
 LONG = ["norm of weights", "move it alone", "another world size", "stop together"]
 
@@ -930,8 +963,9 @@ def test_typical_mistakes_are_named(name, monkeypatch, capsys):
     monkeypatch.undo()  # the workshop's own exercises
     # else each rank would import this module, and with it pytest
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    given = [lessons_choose()] if name == "a wrong choice" else []
     for number, (mistake, said) in enumerate(NAMED[name]):
-        checks.check(name, mistake)
+        checks.check(name, mistake, *given)
         reply = capsys.readouterr().out
         assert reply.startswith("Not yet. ") and said in reply, (number, reply)
 

@@ -16,12 +16,17 @@ EXERCISES |= electives.EXERCISES | moving.EXERCISES
 _wrong_answers: Counter[str] = Counter()  # by exercise, in this process
 
 
-def check(name: str, answer: Any) -> None:
+def check(name: str, answer: Any, *given: Any) -> None:
     """Print whether `answer` solves the exercise `name`, and if not, what helps.
 
     A typical mistake is named, and so is the case in which a function fails. Each further
     wrong answer in this process gets the next hint. Each answer is noted for
     `make progress`.
+
+    Args:
+        name: of the exercise.
+        answer: the reader's.
+        given: functions of the lesson that the answer is judged with.
 
     Raises:
         BadInput: there is no exercise of that name.
@@ -33,7 +38,7 @@ def check(name: str, answer: Any) -> None:
         print(f"Exercise {name}: replace the three dots by your answer.")
         return
     try:
-        right, wrong = exercise.judge(answer)
+        right, wrong = exercise.judge(answer, *given)
     except Exception as error:  # a wrong answer may be of any type, or raise anything
         hint = exercise.next_hint(_wrong_answers[name])
         said = f"Not yet ({type(error).__name__}: {error}). {hint}"

@@ -11,18 +11,19 @@ from typing import Any
 class Exercise:
     """An exercise: how to judge an answer, and what to say about a wrong one.
 
-    is_right: tells whether an answer is right; a string says what is wrong with it.
+    is_right: tells whether an answer is right; a string says what is wrong with it. After
+        the answer it gets what else a lesson gives to `check`.
     hint: what to think of next; of several, each wrong answer gets the next one.
     mistakes: typical wrong numbers, each with a sentence that names the mistake.
     """
 
-    is_right: Callable[[Any], bool | str]
+    is_right: Callable[..., bool | str]
     hint: str | tuple[str, ...]
     mistakes: Mapping[float, str] = field(default_factory=dict)
 
-    def judge(self, answer: Any) -> tuple[bool, str]:
+    def judge(self, answer: Any, *given: Any) -> tuple[bool, str]:
         """Return whether the answer is right, and what is wrong, if that is known."""
-        verdict = self.is_right(answer)
+        verdict = self.is_right(answer, *given)
         if isinstance(verdict, str):
             return False, verdict
         if verdict:

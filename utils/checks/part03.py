@@ -273,30 +273,28 @@ def _is_the_row_of_hpz(answer) -> bool | str:
     return abs(kept - 2 / 8) < 1e-9 or f"It keeps {kept:g} bytes of each parameter?"
 
 
-def _is_a_wrong_choice(answer) -> bool | str:
-    """Return whether it fits by the formula, and with the loss of Llama 3 does not."""
+def _is_a_wrong_choice(answer, choose) -> bool | str:
+    """Return whether what `choose` says does not fit with the loss of Llama 3."""
     from utils import memory, timing
 
-    billions, gpus, layers, tokens, choice = answer()
+    billions, gpus, layers, tokens = answer()
+    choice = choose(billions, gpus, 80, layers, tokens=tokens)
+    if choice == "none":
+        return "There `choose` says that no row fits."
     name, _, saves = choice.partition(", ")
     size = 1e9 * billions
-    timing.check_range(size, gpus, tokens)
-    kept = {"fsdp2-keep": 2, "fsdp2-near": 2 / 8}.get(name, 0)
-    stage = {"ddp": 0, "zero1": 1, "zero2": 2}.get(name, 3)
+    kept = {"ddp": 2, "fsdp2-keep": 2, "fsdp2-near": 2 / 8}.get(name, 0)
     if name not in (*timing.TRIPS, "fsdp2-near", "hsdp"):
         return f"This check does not know the row {name!r}: find a case with another."
-    per = memory.MIXED if name.startswith("zero") else memory.FP32
-    ranks = 8 if name == "hsdp" else gpus
-    held = memory.predict(size, ranks, stage, per).total + kept * size
+    stage, ranks = 0 if name == "ddp" else 3, 8 if name == "hsdp" else gpus
+    held = memory.predict(size, ranks, stage, memory.FP32).total + kept * size
     held += 2 * 2 * size / layers if stage == 3 else 0
     width, saved = (size / (12 * layers)) ** 0.5, bool(saves)
     held += memory.activation_bytes(tokens, width, layers, checkpointing=saved)
     loss = 4 * 128_256 * tokens
-    if held > 72e9:
-        return f"There {choice} holds {held / 1e9:.0f} GB: `choose` would not say it."
     return held + loss > 80e9 or (
-        f"There {choice} holds {held / 1e9:.0f} GB, and {(held + loss) / 1e9:.0f} GB "
-        "with the loss: it fits."
+        f"There `choose` says {choice}, which holds {held / 1e9:.0f} GB, and "
+        f"{(held + loss) / 1e9:.0f} GB with the loss: it fits."
     )
 
 
