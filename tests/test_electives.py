@@ -131,7 +131,7 @@ def test_two_workers_of_keras_equal_one(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Proved: 2 workers end with the weights of one" in done.stdout
-    # Workers that all take every image end with these weights, too; the count tells.
+    # With OFF every worker takes every image, without an error; the count tells.
     script = (ROOT / KERAS).read_text().replace("Policy.DATA", "Policy.OFF")
     wrong = tmp_path / "a" / "b" / "c" / "train_keras.py"
     wrong.parent.mkdir(parents=True)

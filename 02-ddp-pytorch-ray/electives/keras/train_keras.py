@@ -66,7 +66,7 @@ def train_fn(config: dict) -> dict:
         model = build()
     (images, labels), test = load_data()
     data = tf.data.Dataset.from_tensor_slices((images, labels)).batch(GLOBAL_BATCH)
-    # Each worker takes its share of every global batch; without, each takes all of it.
+    # Each worker takes its share of every global batch; with OFF, each takes every image.
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = (
         tf.data.experimental.AutoShardPolicy.DATA
