@@ -195,6 +195,7 @@ def load_checkpoint(args, model, optimizer):
             generators.restore(state["generators"])
             at = {name: state[name] for name in at}
     if dist.get_rank() == 0 and args.checkpoint_dir:
+        runs.claim(args.checkpoint_dir, args.run["script"], path)
         done = f"epoch {at['epoch']}" if path else None
         is_finished = at["epoch"] >= args.epochs
         print(runs.begin(args.checkpoint_dir, done, is_finished, at["images"]))

@@ -38,9 +38,14 @@ from utils import (
     torchrun_or_ray,
     zero_config,
 )
-from utils.errors import BadInput
 from utils.models import GPT, SIZES, fill_by_name
-from utils.zero import LOAD_ERRORS, check_world_size, is_universal, load_deepspeed
+from utils.zero import (
+    LOAD_ERRORS,
+    check_exportable,
+    check_world_size,
+    is_universal,
+    load_deepspeed,
+)
 
 
 def train(args):
@@ -203,15 +208,12 @@ def checkpoint_to_load(folder):
 def resume(engine, folder, args):
     """Load the checkpoint `folder`, if there is one; returns the number of steps done."""
     step = load_checkpoint(engine, folder, args.run) if folder else 0
-    if step >= args.steps and args.export and is_universal(folder):
-        raise BadInput(
-            f"{folder.name} was converted, and --export reads what a training has saved: "
-            "ask for more steps than it has."
-        )
+    if args.export and step >= args.steps:
+        check_exportable(folder)
     if dist.get_rank() == 0 and args.checkpoint_dir:
-        if (
-            folder
-        ):  # else what a killed save has left would count, once `latest` is later
+        runs.claim(args.checkpoint_dir, args.run["script"], folder)
+        if step < args.steps:
+            # what a killed save has left would count once `latest` names a later one
             runs.remove_cut_off(args.checkpoint_dir, is_whole)
         done = folder and f"step {step}"
         print(runs.begin(args.checkpoint_dir, done, step >= args.steps))

@@ -231,6 +231,7 @@ def resume(model, optimizer, args):
         global_batch = args.batch_size * dist.get_world_size()
         step = load_checkpoint(model, optimizer, global_batch, folder, args.run)
     if dist.get_rank() == 0 and args.checkpoint_dir:
+        runs.claim(args.checkpoint_dir, args.run["script"], folder)
         done = folder and f"step {step}"
         print(runs.begin(args.checkpoint_dir, done, step >= args.steps))
     return step

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.patience import PATIENCE
-from utils import command_line, datasets
+from utils import command_line, datasets, runs
 from utils.errors import BadInput
 
 SCRIPT = """
@@ -41,7 +41,7 @@ if __name__ == "__main__":
 def test_what_a_restart_by_torchrun_finds_is_of_the_start_before(
     restarts, tmp_path, monkeypatch
 ):
-    """With --fresh, too: only the first start asks for an empty folder."""
+    """With --fresh, too. (A node that joins is no restart that torchrun counts.)"""
     monkeypatch.setattr(sys, "argv", ["train_ddp.py"])
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
@@ -49,6 +49,7 @@ def test_what_a_restart_by_torchrun_finds_is_of_the_start_before(
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
     args = argparse.Namespace(checkpoint_dir=tmp_path, fresh=True)
     command_line.prepare_folder(args)
+    runs.claim(tmp_path, "train_ddp.py", None)
     (tmp_path / "step-000022.pt").touch()
     again = pytest.raises(BadInput, match="is not empty, and --fresh")
     with contextlib.nullcontext() if restarts == "1" else again:

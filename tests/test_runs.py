@@ -54,23 +54,56 @@ def test_fresh_refuses_a_folder_that_holds_something(tmp_path):
 
 def test_a_folder_belongs_to_the_script_that_saves_there(tmp_path):
     """Another one would take its checkpoints for what a killed save has left."""
-    old, folder = tmp_path / "old", tmp_path / "run"
-    old.mkdir()
-    (old / "step-000005.pt").touch()  # copied, or of a version without that file
-    for place in (old, folder, folder):
-        runs.prepare(place, fresh=False, script="train_ddp.py")
-        (place / "step-000005.pt").touch()
-    for place in (old, folder):
-        with pytest.raises(BadInput, match=r"of train_ddp.py, and this is train_fsdp2"):
-            runs.prepare(place, fresh=False, script="train_fsdp2.py")
-        assert (place / "step-000005.pt").exists()
+    for _ in range(2):
+        runs.prepare(tmp_path, fresh=False, script="train_ddp.py")
+        runs.claim(
+            tmp_path, "train_ddp.py", None
+        )  # the second: its first save was killed
+        (tmp_path / "step-000005.pt").touch()
+    with pytest.raises(BadInput, match=r"of train_ddp\.py, and this is train_fsdp2"):
+        runs.prepare(tmp_path, fresh=False, script="train_fsdp2.py")
+    (tmp_path / runs.OWNER).unlink()
+    (tmp_path / runs.OWNER).mkdir()
+    with pytest.raises(BadInput, match=r"script cannot be read .Is a directory.: name"):
+        runs.prepare(tmp_path, fresh=False, script="train_ddp.py")
+
+
+def test_what_nobody_has_claimed_is_of_whoever_can_load_it(tmp_path):
+    """As what was copied from another folder, or is of a version without that file."""
+    checkpoint = tmp_path / "step-000005.pt"
+    checkpoint.touch()
+    runs.prepare(tmp_path, fresh=False, script="train_fsdp2.py")
+    with pytest.raises(
+        BadInput, match=r"holds step-000005\.pt, and no whole checkpoint"
+    ):
+        runs.claim(tmp_path, "train_fsdp2.py", None)
+    runs.prepare(tmp_path, fresh=False, script="train_ddp.py")
+    runs.claim(tmp_path, "train_ddp.py", checkpoint)
+    with pytest.raises(BadInput, match=r"of train_ddp\.py, and this is train_fsdp2"):
+        runs.prepare(tmp_path, fresh=False, script="train_fsdp2.py")
 
 
 def test_a_folder_in_which_nothing_was_saved_is_free(tmp_path):
     for script in ("train_ddp.py", "train_fsdp2.py"):
         runs.prepare(tmp_path, fresh=True, script=script)
-    (tmp_path / "step-000005").mkdir()
-    runs.prepare(tmp_path, fresh=False, script="train_fsdp2.py")
+        runs.claim(tmp_path, script, None)
+    (tmp_path / "log.txt").touch()
+    runs.prepare(tmp_path, fresh=False, script="train_deepspeed.py")
+
+
+def test_what_cannot_be_deleted_does_not_count_as_kept(tmp_path, monkeypatch):
+    for number in (5, 10, 15):
+        (tmp_path / f"step-{number:06d}").mkdir()
+        if number < 15:
+            (tmp_path / f"step-{number:06d}" / "whole").touch()
+    delete = runs._delete
+    stays = tmp_path / "step-000015"
+    monkeypatch.setattr(runs, "_delete", lambda path: path == stays or delete(path))
+    runs.keep_newest(tmp_path, 1, lambda path: (path / "whole").exists())
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step-000010",
+        stays.name,
+    ]
 
 
 def test_what_differs_from_the_run_in_a_checkpoint_is_named(tmp_path, monkeypatch):

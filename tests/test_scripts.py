@@ -124,7 +124,12 @@ def test_every_epoch_is_one_line_without_noise(trained, path):
 
 
 def options(folder: Path, **changes) -> Namespace:
-    found = {"checkpoint_dir": folder, "run": {"--lr": 1}, "keep": 2, "epochs": 3}
+    found = {
+        "checkpoint_dir": folder,
+        "run": {"script": "a.py", "--lr": 1},
+        "keep": 2,
+        "epochs": 3,
+    }
     return Namespace(**found | changes)
 
 

@@ -126,7 +126,7 @@ def test_a_folder_is_written_to_before_training(complaint, monkeypatch, tmp_path
     assert said.endswith("cannot be written to (Read-only file system): name another.")
 
 
-RUN = {"--lr": 0.1, "--batch-size": 32}
+RUN = {"script": "train.py", "--lr": 0.1, "--batch-size": 32}
 
 
 def saved(**changes) -> bytes:

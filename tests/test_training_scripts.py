@@ -320,7 +320,7 @@ def test_what_is_saved_in_the_background_is_the_state_of_its_step(tmp_path):
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
         assert saved[0]["step"] == saved[1]["step"] == int(step[-1])
-    assert len(list((tmp_path / "background").iterdir())) == 2
+    assert len(list((tmp_path / "background").glob("step-*"))) == 2
 
 
 def test_a_full_disk_in_the_background_is_said(tmp_path):
@@ -469,7 +469,8 @@ def test_what_a_killed_save_left_goes_before_a_later_one_makes_it_count(
     script = scripts.load(sharding.TRAIN_DEEPSPEED)
     be_rank_0(monkeypatch, of=2)
     monkeypatch.setattr(script, "load_checkpoint", lambda *_: 5)
-    args = Namespace(checkpoint_dir=tmp_path, run={}, steps=9, export=None)
+    run = {"script": "train_deepspeed.py"}
+    args = Namespace(checkpoint_dir=tmp_path, run=run, steps=9, export=None)
     assert script.resume(None, tmp_path / "step-000005", args) == 5
     assert "goes on after step 5" in capsys.readouterr().out
     left = {path.name for path in tmp_path.glob("step-*")}
@@ -975,7 +976,12 @@ def small_run(path: Path, folder: Path) -> list:
         script.datasets.load = lambda name, split: few
         saves = counted_saves(script)
         options = {"dataset": "few", "batch_size": 2, "lr": 1e-3, "epochs": 1}
-        options |= {"seed": 0, "checkpoint_dir": folder, "keep": 2, "run": {}}
+        options |= {
+            "seed": 0,
+            "checkpoint_dir": folder,
+            "keep": 2,
+            "run": {"script": "a.py"},
+        }
         options |= {"bf16": False}
         args = Namespace(**options)
         script.train(args, torch.device("cpu"))
@@ -1006,7 +1012,8 @@ def test_a_checkpoint_is_loaded_to_the_cpu(path, tmp_path, monkeypatch):
     """Else all ranks of a node load it to the GPU of the rank that wrote it."""
     script, (model, optimizer, _) = scripts.load(path), fixed(0)
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    state |= {"epoch": 1, "images": 0, "steps": 2, "accuracy": 0.5, "run": {}}
+    run = {"script": "a.py"}
+    state |= {"epoch": 1, "images": 0, "steps": 2, "accuracy": 0.5, "run": run}
     name = "step-000002.pt" if path == scripts.TRAIN_DDP else "checkpoint.pt"
     of_no_rank = io.BytesIO()
     torch.save([], of_no_rank)
@@ -1023,12 +1030,12 @@ def test_a_checkpoint_is_loaded_to_the_cpu(path, tmp_path, monkeypatch):
     monkeypatch.setattr(script.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(script.dist, "get_world_size", lambda: 1)
     if path == scripts.TRAIN_DDP:
-        args = Namespace(checkpoint_dir=tmp_path, run={}, epochs=3)
+        args = Namespace(checkpoint_dir=tmp_path, run=run, epochs=3)
         script.load_checkpoint(args, model, optimizer)
     else:
         there = script.ray.train.Checkpoint.from_directory(tmp_path)
         monkeypatch.setattr(script.ray.train, "get_checkpoint", lambda: there)
-        config = {"run": {}, "checkpoint_dir": None, "epochs": 3}
+        config = {"run": run, "checkpoint_dir": None, "epochs": 3}
         script.load_latest(model, optimizer, config)
     assert loaded_to == ["cpu"] * 2  # weights, and states of generators
 
@@ -1045,7 +1052,8 @@ def test_all_ranks_resume_from_what_rank_0_finds(path, tmp_path):
     def found() -> tuple[Path, int, str]:
         dist.init_process_group("gloo")
         script, mine = scripts.load(path), tmp_path / f"rank-{dist.get_rank()}"
-        loaded, args = [], Namespace(checkpoint_dir=mine, run={}, steps=9, export=None)
+        loaded, args = [], Namespace(checkpoint_dir=mine, steps=9, export=None)
+        args.run = {"script": path.name}
         args.batch_size = 2  # of each rank
         with contextlib.redirect_stdout(io.StringIO()) as said:
             if path == sharding.TRAIN_DEEPSPEED:
@@ -1118,8 +1126,8 @@ def test_a_run_goes_on_with_what_it_saved(path, tmp_path):
         script, said = scripts.load(path), io.StringIO()
         folder = tmp_path / f"rank-{dist.get_rank()}" / "run"
         folder.mkdir(parents=True)
-        config = {"checkpoint_dir": folder, "run": {"--lr": 0.1}, "keep": 2}
-        config |= {"epochs": 3, "run_folder": tmp_path}
+        config = {"checkpoint_dir": folder, "keep": 2, "epochs": 3}
+        config |= {"run": {"script": path.name, "--lr": 0.1}, "run_folder": tmp_path}
         listed = path == scripts.TRAIN_DDP
 
         def found(model, optimizer, **other) -> dict:
@@ -1153,7 +1161,7 @@ def test_a_run_goes_on_with_what_it_saved(path, tmp_path):
         with pytest.raises(BadInput, match="--lr"):
             found(*trained(3), run={"--lr": 0.2})
         same = numbers(*loaded) == numbers(*saved)
-        kept = sorted(file.name for file in folder.iterdir())
+        kept = sorted(file.name for file in folder.glob("step-*"))
         return begins, goes_on, same, kept, said.getvalue()
 
     ranks = run_ranks(go_on, 2)
@@ -1181,7 +1189,12 @@ def test_noise_goes_on_from_a_checkpoint(path, tmp_path):
         script, (model, optimizer, _) = scripts.load(path), fixed(0)
         script.generators.seed_rank(0)
         at = {"epoch": 1, "images": 0, "accuracy": 0.5}
-        config = {"checkpoint_dir": tmp_path, "run": {}, "keep": 2, "epochs": 3}
+        config = {
+            "checkpoint_dir": tmp_path,
+            "run": {"script": "a.py"},
+            "keep": 2,
+            "epochs": 3,
+        }
         if path == scripts.TRAIN_DDP:
             args = Namespace(**config)
             script.save_checkpoint(args, model, optimizer, at | {"steps": 1})

@@ -211,7 +211,7 @@ def prepare_folder(args: argparse.Namespace) -> None:
         BadInput: as `runs.prepare`.
     """
     if args.checkpoint_dir and os.environ.get("RANK", "0") == "0":
-        # what is there after a restart by torchrun is of the start before
+        # what is there after a restart that torchrun counts is of the start before
         first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
         script = Path(sys.argv[0]).name
         runs.prepare(args.checkpoint_dir, args.fresh and first, script)

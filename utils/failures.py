@@ -60,7 +60,8 @@ def remove_cut_off(run: Path) -> None:
     is none. Call it while nobody trains this run.
 
     Raises:
-        BadInput: the list names a checkpoint that somebody has deleted, or was cut off.
+        BadInput: the list names a checkpoint that somebody has deleted, was cut off, or is
+            of another version of Ray.
     """
     for path in run.glob(f"{runs.SAVING}*/"):  # before Ray had it
         shutil.rmtree(path, ignore_errors=True)
@@ -72,8 +73,8 @@ def remove_cut_off(run: Path) -> None:
         whole = {p.name for p in found if zipfile.is_zipfile(p / "checkpoint.pt")}
     except CheckpointManagerInitializationError as error:
         raise BadInput(
-            f"Ray's list of checkpoints in {run} does not fit what is there: name another "
-            f"folder, or delete {run} to start anew."
+            f"Ray's list of checkpoints in {run} does not fit ({_first_line(error)}): "
+            f"name another folder, or delete {run} to start anew."
         ) from error
     for path in found:
         if path.name not in whole:
@@ -138,6 +139,10 @@ def what_failed(failure: Exception) -> list[Exception]:
 def _cause(error: Exception) -> Exception:
     """Return the error that a task raised, without Ray's wrap; a worker's as it is."""
     return error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0].rstrip(".")
 
 
 def _could_not_read(error: Exception) -> bool:

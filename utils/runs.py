@@ -48,31 +48,47 @@ def prepare(folder: Path, fresh: bool, script: str | None = None) -> None:
     Args:
         folder: of the run's checkpoints.
         fresh: whether it may not hold anything yet.
-        script: whose checkpoints it holds, from the first start on. Another script would
-            take them for what a killed save has left, and delete them. None: as with Ray
-            Train, each script has a folder of its own in there.
+        script: the name of the one that will `claim` the folder; None: as with Ray Train,
+            each script has a folder of its own in there.
 
     Raises:
         BadInput: it holds something and should not, it is another script's, or it cannot
             be written to.
     """
-    there = list(folder.iterdir()) if folder.is_dir() else []
-    owner = folder / OWNER
-    holds_something = set(there) - {owner}
-    if fresh and holds_something:
+    if fresh and folder.is_dir() and {path.name for path in folder.iterdir()} - {OWNER}:
         raise BadInput(
             f"{folder} is not empty, and --fresh starts in an empty folder: name another "
             "one, or leave out --fresh to go on from what is there."
         )
     check_writable(folder)
-    if script and owner in there and holds_something:
-        if (of := owner.read_text().strip()) != script:
-            raise BadInput(
-                f"{folder} holds checkpoints of {of}, and this is {script}: name another "
-                "folder. Nothing was changed."
-            )
-    elif script:
-        with write_whole(owner) as file:
+    if script and _all(folder) and (of := _owner(folder)) not in (None, script):
+        raise BadInput(
+            f"{folder} holds checkpoints of {of}, and this is {script}: name another "
+            "folder. Nothing was changed."
+        )
+
+
+def claim(folder: Path, script: str, loaded: Path | None) -> None:
+    """Note that the checkpoints in a folder are of `script`. Call it on one rank.
+
+    Another script would take them for what a killed save has left, and delete them.
+
+    Args:
+        folder: of the run's checkpoints.
+        script: its name.
+        loaded: the checkpoint from which it goes on, if there is one.
+
+    Raises:
+        BadInput: nobody has claimed what is there, and none of it could be loaded.
+    """
+    of = _owner(folder)
+    if of is None and not loaded and (there := _all(folder)):
+        raise BadInput(
+            f"{folder} holds {max(there, key=steps).name}, and no whole checkpoint of "
+            f"{script}: name another folder, or delete that. Nothing was changed."
+        )
+    if of != script:
+        with write_whole(folder / OWNER) as file:
             file.write(script.encode())
 
 
@@ -126,7 +142,7 @@ def keep_newest(
     Call it on one rank, while no rank saves.
     """
     remove_cut_off(folder, is_whole)
-    for path in sorted(_all(folder), key=steps)[:-number]:
+    for path in sorted(filter(is_whole, _all(folder)), key=steps)[:-number]:
         _delete(path)
 
 
@@ -138,6 +154,18 @@ def remove_cut_off(folder: Path, is_whole: Callable[[Path], bool]) -> None:
     cut_off = (path for path in _all(folder) if not is_whole(path))
     for path in [*cut_off, *folder.glob(".step-*.tmp")]:
         _delete(path)
+
+
+def _owner(folder: Path) -> str | None:
+    """Return the name of the script that has claimed a folder, if one has."""
+    try:
+        return (folder / OWNER).read_text().strip()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise BadInput(
+            f"{folder / OWNER} cannot be read ({error.strerror}): name another folder."
+        ) from error
 
 
 def _all(folder: Path) -> list[Path]:

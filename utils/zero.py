@@ -80,6 +80,19 @@ def check_world_size(checkpoint: Path, world_size: int) -> None:
         )
 
 
+def check_exportable(checkpoint: Path) -> None:
+    """Check that DeepSpeed's `zero_to_fp32` reads a checkpoint.
+
+    Raises:
+        BadInput: it was converted, and lacks what that reads.
+    """
+    if is_universal(checkpoint):
+        raise BadInput(
+            f"{checkpoint.name} was converted, and --export reads what a training has "
+            "saved: ask for more steps than it has."
+        )
+
+
 def nvme_is_ready(offload: list[dict]) -> bool:
     """Return whether DeepSpeed can offload to NVMe: its library and the folders are there.
 
