@@ -286,9 +286,8 @@ def test_name_server_that_does_not_answer(monkeypatch):
     asked, answers = threading.Event(), doctor._answers
     hasty = functools.partial(answers, seconds=0.1)
     patient = functools.partial(answers, seconds=PATIENCE)
-    monkeypatch.setenv(
-        "PET_LOCAL_ADDR", "127.0.0.1"
-    )  # so the own name is not asked for
+    # so the own name is not asked for
+    monkeypatch.setenv("PET_LOCAL_ADDR", "127.0.0.1")
     monkeypatch.setattr(doctor, "_answers", hasty)
     monkeypatch.setattr(doctor.socket, "getnameinfo", lambda *_: asked.wait(PATIENCE))
     result = doctor.names()

@@ -73,7 +73,7 @@ def remove_cut_off(run: Path) -> None:
         whole = {p.name for p in found if zipfile.is_zipfile(p / "checkpoint.pt")}
     except CheckpointManagerInitializationError as error:
         raise BadInput(
-            f"Ray's list of checkpoints in {run} does not fit ({_first_line(error)}): "
+            f"Ray's list of checkpoints in {run} does not fit ({_first_sentence(error)}): "
             f"name another folder, or delete {run} to start anew."
         ) from error
     for path in found:
@@ -141,8 +141,8 @@ def _cause(error: Exception) -> Exception:
     return error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0].rstrip(".")
+def _first_sentence(error: Exception) -> str:
+    return " ".join(str(error).split()).partition(". ")[0].rstrip(".")
 
 
 def _could_not_read(error: Exception) -> bool:

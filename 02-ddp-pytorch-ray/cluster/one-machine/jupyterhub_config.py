@@ -115,8 +115,8 @@ def prepare(seat: Seat) -> None:
     """Give a person a copy of the lessons, and folders of their own.
 
     Raises:
-        RuntimeError: there is no room, or somebody else has made their folder; the hub
-            shows it in its log, and the person that the seat did not start.
+        RuntimeError: there is no room, or somebody else has made their folder; the seat
+            does not start.
     """
     git = ["git", "-C", LESSONS]
     name = [*git, "rev-parse", "--short=12", "HEAD"]
