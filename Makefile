@@ -114,7 +114,7 @@ ONE_MACHINE := 02-ddp-pytorch-ray/cluster/one-machine
 hub: .venv-hub/.ready ## install JupyterHub into .venv-hub, for one machine that many people share
 
 .venv-hub/.ready: $(ONE_MACHINE)/requirements.txt
-	@command -v npm >/dev/null || { echo "JupyterHub's proxy comes from npm, which is not here: install it, as by 'apt-get install npm'."; exit 1; }
+	@command -v npm >/dev/null || { echo "JupyterHub's proxy comes from npm, which is not here: install Node 20 or newer, which brings it (nodejs.org)."; exit 1; }
 	@{ "$(PYTHON)" -m venv .venv-hub && .venv-hub/bin/python -m pip install -r $< && npm install --silent --no-fund --no-audit --prefix .venv-hub configurable-http-proxy@5.3.0; } || { echo "JupyterHub could not be installed (the lines above say why); the lessons run without."; exit 1; }
 	@touch $@
 

@@ -160,7 +160,7 @@ def no_rights(spec: dict) -> Iterator[str]:
 
 
 def closed(spec: dict) -> Iterator[str]:
-    """The head's service is for the inside of the cluster, and Ray Client is not there."""
+    """The head's service is for the inside of the cluster, and has no Ray Client."""
     head = spec["headGroupSpec"]
     own = head.get("headService", {}).get("spec", {}).get("type", "ClusterIP")
     if {head.get("serviceType", "ClusterIP"), own} != {"ClusterIP"}:
@@ -292,7 +292,7 @@ def room_faults(document: dict) -> Iterator[str]:
 
 def _has_a_name(peer: dict) -> bool:
     """Return whether a policy says who it is: an empty selector is everybody."""
-    return "ipBlock" in peer or any(each.get("matchLabels") for each in peer.values())
+    return any(each.get("matchLabels") for each in peer.values())
 
 
 def policy_faults(document: dict) -> Iterator[str]:
@@ -314,11 +314,10 @@ def policy_faults(document: dict) -> Iterator[str]:
     for way in spec.get("egress", []):
         numbers = {each["port"] for each in way.get("ports", [])}
         whom = way.get("to", [])
-        if not all(map(_has_a_name, whom)) or (not whom and numbers != {53}):
+        named = ("ipBlock" in peer or _has_a_name(peer) for peer in whom)
+        if not all(named) or (not whom and numbers != {53}):
             yield "what participants run reaches everybody"
-        for block in [
-            each["ipBlock"] for each in way.get("to", []) if "ipBlock" in each
-        ]:
+        for block in [each["ipBlock"] for each in whom if "ipBlock" in each]:
             private = {
                 "10.0.0.0/8",
                 "172.16.0.0/12",
@@ -411,6 +410,11 @@ def hub_faults(values: dict) -> Iterator[str]:
 def gpu_seat_faults(values: dict) -> Iterator[str]:
     """A seat with a GPU is chosen on purpose, and keeps the other bounds."""
     profiles = values["singleuser"]["profileList"]
+    pulls = values.get("prePuller", {}).get("extraTolerations", [])
+    for each in profiles:
+        wanted = each.get("kubespawner_override", {}).get("tolerations", [])
+        if any(toleration not in pulls for toleration in wanted):
+            yield f"{each['display_name']}: the image is not pulled before people come"
     defaults = [each for each in profiles if each.get("default")]
     if len(defaults) != 1 or "kubespawner_override" in defaults[0]:
         yield "who chooses nothing may get a GPU"

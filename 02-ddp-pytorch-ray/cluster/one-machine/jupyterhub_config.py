@@ -23,6 +23,8 @@ STATE = HUB / "state"
 STATE.mkdir(mode=0o700, exist_ok=True)
 CGROUPS, MEMBERS = Path("/sys/fs/cgroup"), "cgroup.procs"
 PERIOD_US = 100_000
+# Absent where the kernel does not count swap; without them, who takes too much is swapped.
+OF_SWAP = {"memory.swap.max", "memory.memsw.limit_in_bytes"}
 LONG_S = 300  # when thirty people start at once
 # As the person, in the home: lessons of another commit stay beside these. Ray and others
 # write to a folder of /tmp that nobody else may enter: not one that a neighbour made.
@@ -82,7 +84,8 @@ def control_groups(name: str, memory: int, cpus: float) -> list[Path]:
     """Limit what a person's processes take together (Linux, cgroups of version 1 or 2).
 
     Args:
-        memory: bytes; the kernel ends a process of a person who takes more.
+        memory: bytes, of RAM and swap; the kernel ends a process of a person who takes
+            more.
         cpus: how many cores' time they get.
 
     Returns:
@@ -94,12 +97,17 @@ def control_groups(name: str, memory: int, cpus: float) -> list[Path]:
         room.mkdir(exist_ok=True)
         for above in (CGROUPS, room):
             (above / "cgroup.subtree_control").write_text("+cpu +memory")
-        limits = {"memory.max": memory, "cpu.max": f"{quota} {PERIOD_US}"}
+        limits = {
+            "memory.max": memory,
+            "memory.swap.max": 0,
+            "cpu.max": f"{quota} {PERIOD_US}",
+        }
         return [limited(room / name, limits)]
-    limits = {"cpu.cfs_period_us": PERIOD_US, "cpu.cfs_quota_us": quota}
+    of_memory = {"memory.limit_in_bytes": memory, "memory.memsw.limit_in_bytes": memory}
+    of_cpu = {"cpu.cfs_period_us": PERIOD_US, "cpu.cfs_quota_us": quota}
     return [
-        limited(CGROUPS / "memory/workshop" / name, {"memory.limit_in_bytes": memory}),
-        limited(CGROUPS / "cpu/workshop" / name, limits),
+        limited(CGROUPS / "memory/workshop" / name, of_memory),
+        limited(CGROUPS / "cpu/workshop" / name, of_cpu),
     ]
 
 
@@ -107,7 +115,8 @@ def limited(group: Path, limits: dict[str, object]) -> Path:
     """Make a control group with these limits."""
     group.mkdir(parents=True, exist_ok=True)
     for file, limit in limits.items():
-        (group / file).write_text(str(limit))
+        if file not in OF_SWAP or (group / file).exists():
+            (group / file).write_text(str(limit))
     return group
 
 
