@@ -129,6 +129,40 @@ def test_where_both_changed_a_cell_both_are_there(theirs, mine):
     ]
 
 
+def test_a_cell_that_both_change_is_corrected_again_and_again(theirs, mine):
+    """The newest correction is there, once, and what the learner wrote stays."""
+
+    def corrected_to(source):
+        write(theirs, cell("a", "1"), cell("b", source), cell("c", "..."))
+        commit(theirs)
+        update.update(mine)
+        return [(name, source) for name, source, *_ in read(mine)[1:-1]]
+
+    def write_into(name, source):
+        notebook = json.loads((mine / LESSON).read_text())
+        (found,) = [c for c in notebook["cells"] if c["id"] == name]
+        found["source"] = [source]
+        (mine / LESSON).write_text(json.dumps(notebook))
+
+    own, note, more = ("b", "2 by me"), ("b-note", update.CORRECTED), ("d", "my own")
+    write(mine, cell("a", "1"), cell(*own), cell(*more), cell("c", "..."))
+    assert corrected_to("22") == [own, note, ("b-corrected", "22"), more]
+    assert corrected_to("222") == [own, note, ("b-corrected", "222"), more]
+    write_into("b-corrected", "222 by me")  # it becomes the learner's own
+    tried = [("b-corrected", "222 by me"), more]
+    assert corrected_to("3") == [own, note, ("b-corrected-2", "3"), *tried]
+    write_into("b", "3")  # the correction is taken over
+    assert corrected_to("4") == [("b", "4"), ("b-corrected-2", "3"), *tried]
+    assert not list(mine.glob("01-part/*-mine*"))
+
+
+def test_a_cell_that_was_deleted_comes_back_if_it_is_corrected(theirs, mine):
+    correct(theirs)
+    write(mine, cell("c", "7"))
+    update.update(mine)
+    assert [name for name, *_ in read(mine)] == ["b", "c"]
+
+
 def test_cells_that_come_and_go(theirs, mine):
     write(theirs, cell("a", "1"), cell("new", "3"), cell("c", "..."))
     commit(theirs)

@@ -10,6 +10,7 @@ Needs git and Python, and no package.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -122,6 +123,12 @@ def said(cell: dict | None) -> tuple | None:
     return (cell["cell_type"], "".join(cell["source"])) if cell else None
 
 
+def free_name(name: str, taken: set[str]) -> str:
+    """Return the name, or if it is taken the first of NAME-2, NAME-3, ... that is not."""
+    numbered = (f"{name}-{number}" for number in itertools.count(2))
+    return next(n for n in itertools.chain([name], numbered) if n not in taken)
+
+
 def merged_notebook(base: bytes, mine: bytes, new: bytes) -> bytes:
     """Return a notebook with the learner's cells, and the corrections since `base`.
 
@@ -133,32 +140,42 @@ def merged_notebook(base: bytes, mine: bytes, new: bytes) -> bytes:
         before, ours, after = map(cells_by_id, notebooks)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(str(error)) from error
-    found: list[dict] = []
+    # Each cell of the lesson, and below it what goes with it; at the top, what precedes all.
+    blocks: dict[str | None, list[dict]] = {None: []}
+    outdated: set[str] = set()  # what an earlier correction put here, as it was
     for name, corrected in after.items():
         own, old = ours.get(name), before.get(name)
+        block = blocks[name] = []
+        put = f"{name[:50]}-note", f"{name[:50]}-corrected"
+        if said(old) != said(corrected):
+            as_put = ("markdown", CORRECTED), said(old)
+            was_put = zip(put, as_put, strict=True)
+            outdated |= {each for each, was in was_put if said(ours.get(each)) == was}
         if own is None:
             # deleted on purpose, unless it is new or was corrected
             if old is None or said(old) != said(corrected):
-                found.append(corrected)
+                block.append(corrected)
         elif said(own) == said(corrected) or said(corrected) == said(old):
-            found.append(own)
+            block.append(own)
         elif said(own) == said(old):
-            found.append(corrected)
+            block.append(corrected)
         else:
-            note: dict[str, Any] = {"cell_type": "markdown", "id": f"{name[:50]}-note"}
+            taken = (ours.keys() - outdated) | after.keys()
+            of_note, of_cell = (free_name(each, taken) for each in put)
+            note: dict[str, Any] = {"cell_type": "markdown", "id": of_note}
             note |= {"metadata": {}, "source": [CORRECTED]}
-            found += [own, note, corrected | {"id": f"{name[:50]}-corrected"}]
-    # What only the learner has goes behind the cell that it followed.
-    previous = None
+            block += [own, note, corrected | {"id": of_cell}]
+    # What only the learner has goes below the lesson's cell that it followed.
+    above = None
     for name, own in ours.items():
-        if name not in after and (
+        if name in after:
+            above = name
+        elif name not in outdated and (
+            # the lesson dropped it: it goes, if the learner had not touched it
             name not in before or said(own) != said(before[name])
         ):
-            places = [i for i, cell in enumerate(found) if cell["id"] == previous]
-            found.insert(places[0] + 1 if places else 0, own)
-        elif name not in after:
-            continue  # the lesson dropped it, and the learner had not touched it
-        previous = name
+            blocks[above].append(own)
+    found = [cell for block in blocks.values() for cell in block]
     result = notebooks[1] | {"cells": found}
     return (json.dumps(result, indent=1, ensure_ascii=False) + "\n").encode()
 
