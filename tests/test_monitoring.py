@@ -111,7 +111,6 @@ def test_every_target_answers_and_another_name_does_not(known):
     def all_up() -> bool:
         """Ask once for all: a scrape that comes later than a second counts as a 0."""
         up = [one["value"][1] for one in produce.ask(address, "up")]
-        assert len(up) == 3
         return up == ["1"] * 3
 
     wait_until(all_up)

@@ -4,8 +4,9 @@
 
 Ends with status 0 if all lessons can run, 1 if you can mend what is missing, and 2 if an
 administrator has to. (`make` ends with 2 for both.) Below the table stands a block to
-paste into a question: no names, secrets or paths of home are in it. Needs nothing but
-Python, so that it can tell which packages are missing.
+paste into a question: no secrets or paths of home are in it, and no names of user and
+machine in paths and addresses. Needs nothing but Python, so that it can tell which
+packages are missing.
 """
 
 import contextlib
@@ -364,7 +365,8 @@ def main() -> int:
 def to_paste(results: dict[str, Result]) -> str:
     """Return what a question needs: versions, and all that is not well.
 
-    No name of a user or of this machine, no path of home and no secret is in it.
+    No secret and no path of home is in it, and no name of user and machine in a path or
+    address. Elsewhere a name may be a word, as `ray` is.
     """
     lines = [f"{platform.system()} {platform.machine()}, commit {_commit()}"]
     for name, (state, found, *_) in results.items():
@@ -374,7 +376,7 @@ def to_paste(results: dict[str, Result]) -> str:
 
 
 def without_names(text: str) -> str:
-    """Return a text without secrets, paths of home, and names of user and machine."""
+    """Return a text without secrets, paths of home, and names in paths and addresses."""
     for name, value in os.environ.items():
         if re.search("TOKEN|KEY|SECRET|PASSW|CREDENTIAL", name) and len(value) > 3:
             text = text.replace(value, "<secret>")

@@ -21,7 +21,8 @@ def check_fits(num_workers: int, resources_per_worker: dict[str, float]) -> None
     Ray waits for ever for resources that no node has, because a node may join later.
     This looks at every node, as one worker has to fit one node. On a cluster that adds
     nodes when they are asked for (WORKSHOP_AUTOSCALING=1, and Anyscale) it refuses nothing.
-    Where that room is not free now, it says that the run will wait, and for what.
+    Where the cluster as a whole has less than that free now, it says that the run will
+    wait, and for what.
 
     Raises:
         BadInput: they do not fit; says what was asked, what there is, what to change.

@@ -6,18 +6,22 @@
 import contextlib
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
 RECORD = Path(__file__).absolute().parents[2] / "build" / "progress.jsonl"
+NOT_THEIRS = r"solutions|.*-solved(-\d+)?"  # notebooks that come solved
 
 
 def note(name: str, solved: bool) -> None:
     """Add an answer to the record, if it can be written; nothing fails if it cannot.
 
-    Not for the solutions, and not where WORKSHOP_PROGRESS is "off", as in tests.
+    Not in the solutions or a copy by `make catch-up`, and not where WORKSHOP_PROGRESS is
+    "off", as in tests.
     """
-    if os.environ.get("WORKSHOP_PROGRESS") == "off" or _notebook().stem == "solutions":
+    off = os.environ.get("WORKSHOP_PROGRESS") == "off"
+    if off or re.fullmatch(NOT_THEIRS, _notebook().stem):
         return
     line = json.dumps({"exercise": name, "solved": solved})
     # A full disk, or a folder that only its owner may write to, is no reader's mistake.
