@@ -73,8 +73,22 @@ def python(cell):
     )
 
 
-def uses(source):
-    return {n.id for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Name)}
+def needs(source):
+    """Return the names that a cell reads before it has bound them itself."""
+    found, own = set(), set()
+    for statement in ast.parse(source).body:
+        names = [n for n in ast.walk(statement) if isinstance(n, ast.Name)]
+        found |= {n.id for n in names if isinstance(n.ctx, ast.Load)} - own
+        if isinstance(statement, ast.AugAssign) and isinstance(
+            statement.target, ast.Name
+        ):
+            found |= {statement.target.id} - own
+        own |= bound(ast.unparse(statement))
+    return found
+
+
+def test_a_name_that_is_read_before_it_is_bound_is_needed():
+    assert needs("a = 1\na += b\nc += a\nd = d + [a]") == {"b", "c", "d"}
 
 
 @pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
@@ -91,7 +105,7 @@ def test_no_solution_takes_a_name_that_its_lesson_still_needs(path):
             needed = set()
             for later in reversed(after):
                 needed -= names_of(later, bound)
-                needed |= names_of(later, uses) - names_of(later, bound)
+                needed |= names_of(later, needs)
             assert not own & had & needed, name
 
 
