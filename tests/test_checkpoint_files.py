@@ -28,16 +28,21 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
 
 def test_a_file_has_its_name_only_when_it_is_on_the_disk(tmp_path, monkeypatch):
     calls = []
-    for name in ("fsync", "replace"):
-        done = getattr(checkpoint_files.os, name)
-        monkeypatch.setattr(
-            checkpoint_files.os,
-            name,
-            lambda *args, name=name, done=done: calls.append(name) or done(*args),
-        )
+    fsync, replace = os.fsync, os.replace
+
+    def noted_fsync(file: int) -> None:
+        calls.append(("fsync", os.fstat(file).st_size))
+        fsync(file)
+
+    def noted_replace(*paths) -> None:
+        calls.append(("replace", paths[1].name))
+        replace(*paths)
+
+    monkeypatch.setattr(checkpoint_files.os, "fsync", noted_fsync)
+    monkeypatch.setattr(checkpoint_files.os, "replace", noted_replace)
     with checkpoint_files.write_whole(tmp_path / "result") as file:
         file.write(b"all of it")
-    assert calls == ["fsync", "replace"]
+    assert calls == [("fsync", len(b"all of it")), ("replace", "result")]
 
 
 def test_a_full_disk_is_one_sentence_and_loses_nothing(tmp_path, monkeypatch):

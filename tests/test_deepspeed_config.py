@@ -78,6 +78,11 @@ def test_the_whole_batch_may_be_auto(config_of):
         ((), {NAMES[1]: "2"}, f'{NAMES[1]} "2", but it has to be a whole number'),
         (
             (),
+            {"train_batch_size": "64"},
+            'train_batch_size "64", but it has to be a whole',
+        ),
+        (
+            (),
             {"zero_optimization": True},
             "zero_optimization is true, but has to be an",
         ),

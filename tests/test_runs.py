@@ -24,7 +24,7 @@ def test_a_checkpoint_that_is_not_whole_does_not_count(tmp_path):
     assert found.name == "step-000005"
 
 
-def test_the_newest_are_kept_and_what_a_killed_save_left_is_not(tmp_path):
+def test_the_newest_are_kept_and_what_a_killed_save_left_is_not(tmp_path, capsys):
     for number in (5, 10, 15, 20):
         (tmp_path / f"step-{number:06d}").mkdir()
         (tmp_path / f"step-{number:06d}" / "weights").write_bytes(bytes(10))
@@ -35,6 +35,8 @@ def test_the_newest_are_kept_and_what_a_killed_save_left_is_not(tmp_path):
     runs.keep_newest(tmp_path, 2, lambda path: (path / "whole").exists())
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"step-000010", "step-000015", "notes.txt"}
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line == f"{tmp_path / 'step-000020'} does not count as whole: deleting it"
 
 
 def test_files_go_as_folders_do(tmp_path):
@@ -42,6 +44,10 @@ def test_files_go_as_folders_do(tmp_path):
         (tmp_path / f"step-{number}.pt").touch()
     runs.keep_newest(tmp_path, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-3.pt"]
+    for number in (999950, 1000000):  # as texts, the other way round
+        (tmp_path / f"step-{number}.pt").touch()
+    runs.keep_newest(tmp_path, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1000000.pt"]
 
 
 def test_fresh_refuses_a_folder_that_holds_something(tmp_path):

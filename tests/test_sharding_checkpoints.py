@@ -211,11 +211,18 @@ def test_a_full_disk_of_one_rank_ends_zero_with_a_sentence(tmp_path):
     assert (tmp_path / "latest").read_text() == "step-000005"
 
 
-def cut(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
-
-
 WIDER = sharding.GPTConfig(layers=2, block_size=32, width=96)
+
+
+def damages(path: Path) -> Iterator[None]:
+    """Damage a file in one way after the other, and mend it at the end."""
+    whole = path.read_bytes()
+    for damaged in (whole[: len(whole) // 2], b"damaged", b"", None):
+        path.unlink(missing_ok=True)
+        if damaged is not None:
+            path.write_bytes(damaged)
+        yield
+    path.write_bytes(whole)
 
 
 def says(match: str, load: Callable, *args) -> str:
@@ -233,10 +240,8 @@ def refusals_of_fsdp2(folder: Path) -> Iterator[str]:
     yield says(
         "of another model", script.load_checkpoint, *build_fsdp2(WIDER), 12, saved
     )
-    for damage in (cut, Path.unlink):
-        for name in ("__0_0.distcp", ".metadata"):
-            if (saved / name).exists():
-                damage(saved / name)
+    for file in (saved / "__0_0.distcp", saved / ".metadata"):
+        for _ in damages(file):
             load = script.load_checkpoint
             yield says("is damaged", load, model, optimizer, 12, saved)
 
@@ -250,9 +255,9 @@ def refusals_of_zero(folder: Path) -> Iterator[str]:
     yield says(
         "of another model", script.load_checkpoint, build_zero(3, 12, WIDER), saved
     )
-    for damage in (cut, lambda path: path.write_text("damaged"), Path.unlink):
-        for part in ("optim", "model"):
-            damage(saved / f"zero_pp_rank_0_mp_rank_00_{part}_states.pt")
+    for part in ("optim", "model"):
+        file = saved / f"zero_pp_rank_0_mp_rank_00_{part}_states.pt"
+        for _ in damages(file):
             yield says("is damaged", script.load_checkpoint, engine, saved)
 
 

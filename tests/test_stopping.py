@@ -352,6 +352,8 @@ def test_under_ray_a_file_asks_and_a_notice_saves_once(tmp_path, monkeypatch):
 
 def test_sigterm_is_passed_on_once(tmp_path):
     file = tmp_path / "run" / "stop"
+    file.parent.mkdir()
+    file.touch()  # of a run that was killed while it stopped
     before = signal.getsignal(signal.SIGTERM)
     with stopping.passed_on(file):
         assert not file.exists()

@@ -52,14 +52,16 @@ class Stream:
             yield {"image": images, "label": labels}
 
 
-def accuracies() -> tuple[float, float]:
+def accuracies() -> tuple[float, float, float]:
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     listed = scripts.load(scripts.TRAIN_DDP)
     streamed = scripts.load(scripts.TRAIN_RAY_DDP_WITH_RAY_DATA)
     test_set, device = TensorDataset(IMAGES, LABELS), torch.device("cpu")
+    all_zero = TensorDataset(IMAGES, torch.zeros_like(LABELS))
     return (
         listed.evaluate(always_zero(), test_set, rank, world_size, device),
+        listed.evaluate(always_zero(), all_zero, rank, world_size, device),
         streamed.evaluate(always_zero(), Stream(), rank, world_size),
     )
 
@@ -72,9 +74,9 @@ def be_rank_0(monkeypatch, of: int = 1) -> None:
 
 
 def test_every_test_image_counts_once():
-    """On both ranks, from a dataset and from a stream."""
+    """On both ranks, from a dataset, also where all are right, and from a stream."""
     for found in run_ranks(accuracies, 2):
-        assert found == pytest.approx((1 / 7, 1 / 7))
+        assert found == pytest.approx((1 / 7, 1, 1 / 7))
 
 
 def test_fsdp2_gathers_one_block_at_a_time():
@@ -287,10 +289,11 @@ def test_what_is_saved_in_the_background_is_the_state_of_its_step(tmp_path):
         taken, train_step = [], module.train_step
 
         def counted(*args):
+            loss = train_step(*args)
             taken.append(1)
             if len(taken) == 3:
                 step_3.set()
-            return train_step(*args)
+            return loss
 
         write = FileSystemWriter.write_data
 
@@ -316,9 +319,8 @@ def test_what_is_saved_in_the_background_is_the_state_of_its_step(tmp_path):
         for name in ("background", "at once"):
             dcp_to_torch_save(tmp_path / name / step, tmp_path / "whole.pt")
             saved.append(torch.load(tmp_path / "whole.pt", weights_only=True))
-        ours, theirs = (state["model"] for state in saved)
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+        ours, theirs = ((s["model"], s["optimizer"]["state"]) for s in saved)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
         assert saved[0]["step"] == saved[1]["step"] == int(step[-1])
     assert len(list((tmp_path / "background").glob("step-*"))) == 2
 
@@ -654,12 +656,13 @@ def test_steps_go_on_where_they_were_and_are_printed_and_saved(
     args.steps = 1043
     assert script.train_steps(*(trained or (engine,)), "texts", 1042, args) == [1043]
     assert saved[4:] == [1043]
+    by_rank_0 = list(kept)
     monkeypatch.setattr(
         dist, "get_rank", lambda: 1
     )  # that trains the same, and is silent
     args.steps = 60
     assert script.train_steps(*(trained or (engine,)), "texts", 59, args) == [60]
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr().out == "" and kept == by_rank_0
 
 
 @by_name(TEXT_SCRIPTS)
@@ -914,7 +917,7 @@ def test_a_step_is_one_of_gradient_descent(path):
         torch.testing.assert_close(a, b)
 
 
-def test_ddp_trains_on_every_image_once_and_from_the_same_weights():
+def test_ddp_deals_out_every_image_and_starts_from_the_same_weights():
     """In an order of its own in every epoch, in whole batches."""
     in_channels, lr, seed = 3, 0.25, 3
 
@@ -953,6 +956,34 @@ def test_ddp_trains_on_every_image_once_and_from_the_same_weights():
         assert len(orders[0]) == len(orders[1]) == 719
         assert orders[0] != sorted(orders[0])
     assert ranks[0][0][0] != ranks[0][0][1]
+
+
+def test_a_stream_is_trained_from_the_same_weights_with_other_noise():
+    """Of the seed, at the rate that was asked for."""
+    lr, seed = 0.25, 3
+
+    def look() -> tuple:
+        dist.init_process_group("gloo")
+        script = scripts.load(STREAM)
+
+        def prepare_model(model, parallel_strategy_kwargs):
+            return DistributedDataParallel(model, **parallel_strategy_kwargs)
+
+        script.prepare_model = prepare_model
+        torch.manual_seed(dist.get_rank() + 5)
+        model, wrapped, optimizer = script.build(lr, seed)
+        noise = torch.rand(()).item()
+        same = wrapped.module is model and wrapped.gradient_as_bucket_view
+        weights = [p.detach().clone() for p in model.parameters()]
+        return weights, same, optimizer.defaults["lr"], noise
+
+    torch.manual_seed(seed)
+    expected = [p.detach() for p in resnet18().parameters()]
+    ranks = run_ranks(look, 2)
+    assert len({noise for *_, noise in ranks}) == 2
+    for weights, same, of_optimizer, _ in ranks:
+        assert same and of_optimizer == lr
+        assert all(torch.equal(a, b) for a, b in zip(weights, expected, strict=True))
 
 
 def counted_saves(script) -> list:

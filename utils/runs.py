@@ -149,11 +149,14 @@ def keep_newest(
 def remove_cut_off(folder: Path, is_whole: Callable[[Path], bool]) -> None:
     """Delete what a killed save has left: as large as a checkpoint, and of no use.
 
-    Call it on one rank, while no rank saves.
+    Call it on one rank, while no rank saves. It prints which checkpoints it deletes.
     """
-    cut_off = (path for path in _all(folder) if not is_whole(path))
-    for path in [*cut_off, *folder.glob(".step-*.tmp")]:
+    for path in folder.glob(".step-*.tmp"):
         _delete(path)
+    for path in _all(folder):
+        if not is_whole(path):
+            print(f"{path} does not count as whole: deleting it")
+            _delete(path)
 
 
 def _owner(folder: Path) -> str | None:

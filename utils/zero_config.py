@@ -97,7 +97,11 @@ def _complete(config: dict, name: str, command_line: tuple) -> None:
                 f"{name} says {field} {in_file}, and {option} says {given}: change one of "
                 'them, or write "auto" into the file.'
             )
-    for field in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+    for field in (
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+    ):
         number = config.get(field)
         if number is not None and (not isinstance(number, int) or number < 1):
             raise BadInput(

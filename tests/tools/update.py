@@ -140,7 +140,7 @@ def merged_notebook(base: bytes, mine: bytes, new: bytes) -> bytes:
         before, ours, after = map(cells_by_id, notebooks)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(str(error)) from error
-    # Each cell of the lesson, and below it what goes with it; at the top, what precedes all.
+    # Each cell of the lesson, and below it what goes with it; at the top, what comes first.
     blocks: dict[str | None, list[dict]] = {None: []}
     outdated: set[str] = set()  # what an earlier correction put here, as it was
     for name, corrected in after.items():

@@ -61,12 +61,14 @@ def join(seconds: float = 20) -> tuple[int, int]:
 
     Ends once all ranks are there: else one that has nothing to send might be gone before
     the others have found it, and they would blame the network. Waiting for another rank
-    ends in an error after `seconds`.
+    ends in an error after `seconds` from then on, however long that takes.
     """
     import torch.distributed as dist
+    from torch.distributed.distributed_c10d import set_timeout
 
-    dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
+    dist.init_process_group("gloo")
     dist.barrier()
+    set_timeout(timedelta(seconds=seconds))
     return dist.get_rank(), dist.get_world_size()
 
 
