@@ -1,20 +1,24 @@
 """More trainings for utils.parity, as people write them: a style each.
 
-RIGHT are right; WRONG have the mistake whose name stands beside each.
+RIGHT are right; WRONG have the mistakes whose names stand beside each.
 """
 
 import copy
+from collections import UserDict
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from utils.parity import Training
@@ -346,7 +350,282 @@ def step_on_changed_items(model, optimizer, batch):
     return train_step(model, optimizer, [inputs, batch[1]])
 
 
+# Sequences that a batch pads to its longest one.
+class Sequences(Dataset):
+    def __len__(self):
+        return ITEMS
+
+    def __getitem__(self, index):
+        of_item = torch.Generator().manual_seed(index)
+        return torch.randn(1 + 5 * index % 7, WIDTH, generator=of_item)
+
+
+def pad(sequences):
+    lengths = torch.tensor([len(each) for each in sequences])
+    return UserDict(x=pad_sequence(sequences, batch_first=True), lengths=lengths)
+
+
+def padded(rank, world_size, epoch):
+    loader = dealt(Sequences(), rank, world_size, epoch)
+    return DataLoader(
+        loader.dataset, loader.batch_size, sampler=loader.sampler, collate_fn=pad
+    )
+
+
+def step_on_padded(model, optimizer, batch):
+    loss = model(batch["x"].sum(1)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+# Batches that are objects.
+@dataclass(frozen=True)
+class Examples:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+def pairs(rank, world_size, epoch):
+    for batch in generate(rank, world_size, epoch):
+        yield Examples(batch["x"], batch["y"])
+
+
+def step_on_pairs(model, optimizer, batch):
+    return train_step(model, optimizer, (batch.x, batch.y))
+
+
+# A generator inside an object that is called.
+class Jitter:
+    def __init__(self, seed):
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, x):
+        return x + 0.1 * torch.randn(x.shape, generator=self.generator)
+
+
+class Transformed(Dataset):
+    def __init__(self, transform):
+        self.data, self.transform = TensorDataset(*numbers()), transform
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        x, y = self.data[index]
+        return self.transform(x), y
+
+
+def jittered(rank, world_size, epoch):
+    return dealt(Transformed(Jitter(100 * epoch + rank)), rank, world_size, epoch)
+
+
+def equally_jittered(rank, world_size, epoch):
+    return dealt(Transformed(Jitter(epoch)), rank, world_size, epoch)
+
+
+# Micro-batches whose gradients are kept outside of the parameters.
+def step_on_kept_gradients(model, optimizer, batch):
+    parameters = [*model.parameters()]
+    kept = [torch.zeros_like(p) for p in parameters]
+    for x, y in zip(*(part.chunk(3) for part in batch)):
+        (F.mse_loss(model(x), y) / 3).backward()
+        for total, parameter in zip(kept, parameters):
+            total += parameter.grad
+            parameter.grad = None
+    for total, parameter in zip(kept, parameters):
+        parameter.grad = total
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# Noise on the weights themselves, as in Langevin dynamics.
+def step_with_noise(model, optimizer, batch):
+    loss = train_step(model, optimizer, batch)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=1e-3)
+    return loss
+
+
+# Most of the parameters are frozen, and the optimizer of the rest is sharded.
+def build_frozen():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, 200), nn.Tanh(), nn.Linear(200, 1))
+    model[0].requires_grad_(False)
+    return model
+
+
+# As many rows of weights as a rank has items.
+def build_narrow():
+    torch.manual_seed(0)
+    hidden = BATCH // 2
+    return nn.Sequential(nn.Linear(WIDTH, hidden), nn.Tanh(), nn.Linear(hidden, 1))
+
+
+def build_masked():
+    model = build_model()
+    model.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+    return model
+
+
+# Items that only a function of one's own collates.
+class Item:
+    __slots__ = ("x", "y")
+
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+
+class Objects(Dataset):
+    def __init__(self, first=0, count=ITEMS):
+        self.first, self.count, self.numbers = first, count, numbers()
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        inputs, targets = self.numbers
+        return Item(inputs[self.first + index], targets[self.first + index])
+
+
+def collate_objects(items):
+    return torch.stack([i.x for i in items]), torch.stack([i.y for i in items])
+
+
+def with_collate(loader):
+    return DataLoader(
+        loader.dataset,
+        loader.batch_size,
+        sampler=loader.sampler,
+        collate_fn=collate_objects,
+    )
+
+
+def deal_objects(rank, world_size, epoch):
+    return with_collate(dealt(Objects(), rank, world_size, epoch))
+
+
+def first_objects_for_all(rank, world_size, epoch):
+    return DataLoader(
+        Objects(0, ITEMS // world_size),
+        BATCH // world_size,
+        collate_fn=collate_objects,
+    )
+
+
+def shuffle_one_process_alone(rank, world_size, epoch):
+    """In the same order in every epoch on several ranks, and another in one process."""
+    data = TensorDataset(*numbers())
+    if world_size == 1:
+        order = torch.Generator().manual_seed(epoch)
+        return DataLoader(data, BATCH, shuffle=True, generator=order)
+    return DataLoader(
+        data, BATCH // world_size, sampler=DistributedSampler(data, world_size, rank)
+    )
+
+
+def step_on_the_last_chunk(model, optimizer, batch):
+    for x, y in zip(*(part.chunk(3) for part in batch)):
+        optimizer.zero_grad()
+        (F.mse_loss(model(x), y) / 3).backward()
+    for parameter in model.parameters():
+        parameter.grad.clamp_(-1e-2, 1e-2)
+    optimizer.step()
+
+
+def sharded_adam(model):
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return ZeroRedundancyOptimizer(trained, torch.optim.AdamW, lr=1e-2)
+
+
+def compiled(model):
+    return DistributedDataParallel(torch.compile(model, fullgraph=True))
+
+
+def step_with_closure(model, optimizer, batch):
+    def closure():
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(batch[0]), batch[1])
+        loss.backward()
+        return loss
+
+    return optimizer.step(closure)
+
+
+def in_a_shell(model):
+    class Shell(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x):
+            return self.inner(x)
+
+    return Shell()
+
+
+# Unequal numbers of batches, but only after those that the tool trains.
+MANY = torch.randn(127, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def longer_for_rank_0(rank, world_size, epoch):
+    data = TensorDataset(MANY, MANY.sum(1, keepdim=True).sin())
+    mine = Subset(data, range(rank, len(data), world_size))
+    return DataLoader(mine, BATCH // world_size)
+
+
+def slice_longer_for_rank_0(rank, world_size, epoch):
+    mine = MANY[rank::world_size]
+    data = TensorDataset(mine, mine.sum(1, keepdim=True).sin())
+    return DataLoader(data, BATCH // world_size)
+
+
+def step_never(model, optimizer, batch):
+    loss = F.mse_loss(model(batch[0]), batch[1])
+    loss.backward()
+    return loss
+
+
+# A mean over items of a kind of which a batch may have none.
+FIRST = numbers()[0][0]
+
+
+def step_on_some(model, optimizer, batch):
+    some = (batch[0] == FIRST.to(batch[0])).all(1, keepdim=True).to(batch[0])
+    loss = ((model(batch[0]) - batch[1]).square() * some).sum() / some.sum()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def build_with_dropout():
+    model = build_model()
+    model.insert(3, nn.Dropout(0.3))
+    return model
+
+
 RIGHT = {
+    "padded to the longest": replace(
+        PLAIN, make_loader=padded, train_step=step_on_padded
+    ),
+    "batches that are objects": replace(
+        PLAIN, make_loader=pairs, train_step=step_on_pairs
+    ),
+    "a generator in a transform": replace(PLAIN, make_loader=jittered),
+    "gradients kept elsewhere": replace(PLAIN, train_step=step_on_kept_gradients),
+    "equal noise on weights": replace(
+        PLAIN, build_model=build_narrow, train_step=step_with_noise
+    ),
+    "a mask in a buffer": replace(PLAIN, build_model=build_masked),
+    "items that are objects": replace(PLAIN, make_loader=deal_objects),
+    "frozen, and a sharded optimizer": replace(
+        PLAIN, build_model=build_frozen, build_optimizer=sharded_adam
+    ),
+    "compiled": replace(PLAIN, wrap=compiled),
+    "a closure": replace(PLAIN, train_step=step_with_closure),
     "weights averaged": replace(
         PLAIN,
         build_optimizer=Averaged,
@@ -381,6 +660,44 @@ def adam_that_sums(model):
 
 WRONG = {
     "one generator": ("same noise", replace(PLAIN, make_loader=equally_noisy)),
+    "one generator in a transform": (
+        "same noise",
+        replace(PLAIN, make_loader=equally_jittered),
+    ),
+    "a closure, not averaged": (
+        "not averaged",
+        replace(PLAIN, wrap=in_a_shell, train_step=step_with_closure),
+    ),
+    "each rank's noise on weights": (
+        "weights",
+        replace(PLAIN, build_optimizer=adam_and_seed, train_step=step_with_noise),
+    ),
+    "unequal later": (
+        "unequal batches",
+        replace(PLAIN, make_loader=longer_for_rank_0),
+    ),
+    "unequal later, own slices": (
+        "unequal batches",
+        replace(PLAIN, make_loader=slice_longer_for_rank_0),
+    ),
+    "one share of objects for all": (
+        "items",
+        replace(PLAIN, make_loader=first_objects_for_all),
+    ),
+    "one order, but for one process": (
+        "same order",
+        replace(PLAIN, make_loader=shuffle_one_process_alone),
+    ),
+    "dropped, and clamped": (
+        "accumulation",
+        replace(PLAIN, train_step=step_on_the_last_chunk),
+    ),
+    "no update": ("nothing trained", replace(PLAIN, train_step=step_never)),
+    "nothing to divide by": ("not finite", replace(PLAIN, train_step=step_on_some)),
+    "equal dropout, and rank 0 steps": (
+        "same noise, weights",
+        replace(PLAIN, build_model=build_with_dropout, train_step=only_rank_0_steps),
+    ),
     "a scaled loss, not averaged": (
         "not averaged",
         replace(RIGHT["a scaled loss"], wrap=unwrapped),

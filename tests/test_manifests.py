@@ -665,9 +665,15 @@ def test_the_table_of_seats_is_what_the_files_add_up_to():
             "laptops from sticks: GB over the network": 0,
         }
         assert {name: row[column] for name, row in table.items()} == wanted
-    at_least = re.findall(r"of disk at least (\d+) GiB \((\d+) bytes\)", page)[0]
-    assert int(at_least[0]) == int(at_least[1]) / 2**30
-    assert max(7 * disk[0], 6 * max(room)) <= int(at_least[0]) < 93
+    gives = (
+        r"least (\d+) cores .*, (\d+) GiB of memory \((\d+)Ki\) and (\d+) GiB of disk"
+    )
+    cores, most, in_ki, space = map(int, re.findall(gives, page)[0])
+    assert most * 2**20 == in_ki and f"({space * 2**30})" in page
+    pods = cpus[0] + 5 * cpus[1], gib[0] + 5 * gib[1], room[0] + 5 * room[1]
+    seats = 7 * seat["cpu"]["guarantee"], 7 * memory * 10**9 / 2**30, 7 * disk[0]
+    for pod, seat, there, offer in zip(pods, seats, (cores, most, space), (16, 58, 93)):
+        assert max(pod, seat) <= there <= offer
 
 
 # What of the page kind.yml leaves out or does in another way, by a piece of the command.

@@ -16,7 +16,8 @@ in float32, in processes of their own that talk through gloo. One process is a g
 one, wrapped by the same function. What all of them do is recorded step by step, and each
 diagnosis is a small function of these records. Two things are taken out first, as they
 can equal one process in no program: dropout, and the draws of an augmentation (which are
-tied to the item instead). They are judged in a run of their own.
+tied to the item instead). They are judged in a run of their own. `torch.compile` leaves
+a model as it is here, so that each operator is seen.
 
 This file needs torch alone: copy it to wherever your training is. Status of the command:
 0 if N workers equal one, 1 if not, or if there is a mistake all the same, 2 if the file
@@ -26,6 +27,7 @@ cannot be used.
 import argparse
 import contextlib
 import copy
+import dataclasses
 import functools
 import hashlib
 import importlib.util
@@ -43,7 +45,7 @@ import time
 import traceback
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing import connection
@@ -69,6 +71,12 @@ LOW = 0.03  # what bfloat16 or float16 may cost
 FRESH_SEED = 67280421310721  # of torch's generator in every new process
 WIDTH = 64  # numbers that stand for a tensor, see `_sketch`
 MASK = 16  # numbers in a draw from which on equal ones are no accident
+UNEXPLAINING = {"same noise", "unseeded noise", "same order", "shards nothing"}
+HINTS = {  # by a pattern of what torch says of a training that the tool cannot run
+    "SyncBatchNorm": "It needs GPUs, and this tool trains on CPUs: leave it out here.",
+    r"(?i)\bfloat\b.*\bdouble\b|\bdouble\b.*\bfloat\b": "The tool also trains in "
+    "float64: write `.to(next(model.parameters()).dtype)` in place of `.float()`.",
+}
 FUNCTIONS = {
     "build_model": "build_model()",
     "build_optimizer": "build_optimizer(model)",
@@ -163,6 +171,7 @@ class Update:
     unclipped: Sketches | None = None  # before torch's clipping, if it was called
     norm: float | None = None  # that torch's clipping found
     most: float | None = None  # to which it clips
+    replaced: bool = False  # whether they are other tensors than those of backward
     lost: int = 0  # rows of data whose gradients were set to zero before this update
     kept: int = 0
 
@@ -175,7 +184,8 @@ class Step:
     items: tuple  # of this rank: indices, or contents if there are none
     contents: tuple = ()
     loss: float | None = None
-    forwarded: int = 0  # rows of the batch that the model has seen
+    rows: int = 0  # different ones of the batch's first tensor
+    forwarded: int = 0  # of them, those that the model has seen
     parameters: Sketches = field(default_factory=dict)
     buffers: Sketches = field(default_factory=dict)
     draws: list[tuple[str, int, int]] = field(default_factory=list)
@@ -202,6 +212,7 @@ class Record:
     updates: list[Update] = field(default_factory=list)
     unequal_steps: tuple[int, list[int]] | None = None  # epoch; batches of each rank
     state_bytes: int = 0
+    shared_bytes: int = 0  # of them, those that the strategy claims to share
     drew: bool = False  # whether anything random was drawn in a step or by its items
     augmented: bool = False  # by its items
     low: bool = False  # whether a step computes in bfloat16 or float16
@@ -247,18 +258,24 @@ def _sketch(tensor: torch.Tensor) -> list[float]:
 def _tensors(batch: Any) -> Iterator[torch.Tensor]:
     if isinstance(batch, torch.Tensor):
         yield batch
-    elif isinstance(batch, dict):
+    elif isinstance(batch, Mapping):
         yield from itertools.chain.from_iterable(map(_tensors, batch.values()))
     elif isinstance(batch, (list, tuple)):
         yield from itertools.chain.from_iterable(map(_tensors, batch))
+    elif _is_dataclass(batch):
+        yield from itertools.chain.from_iterable(map(_tensors, vars(batch).values()))
+
+
+def _is_dataclass(batch: Any) -> bool:
+    return dataclasses.is_dataclass(batch) and hasattr(batch, "__dict__")
 
 
 def _cast(batch: Any, dtype: torch.dtype) -> Any:
     """Return the same batch with its floating point tensors in `dtype`."""
     if isinstance(batch, torch.Tensor):
         return batch.to(dtype) if batch.is_floating_point() else batch
-    if isinstance(batch, dict):
-        changed = copy.copy(batch)
+    if isinstance(batch, Mapping):
+        changed: Any = copy.copy(batch)
         for key, value in batch.items():
             changed[key] = _cast(value, dtype)
         return changed
@@ -266,6 +283,11 @@ def _cast(batch: Any, dtype: torch.dtype) -> Any:
         return type(batch)(*(_cast(value, dtype) for value in batch))
     if isinstance(batch, (list, tuple)):
         return type(batch)(_cast(value, dtype) for value in batch)
+    if _is_dataclass(batch):
+        changed = copy.copy(batch)
+        for key, value in vars(batch).items():  # also of one that is frozen
+            object.__setattr__(changed, key, _cast(value, dtype))
+        return changed
     return batch
 
 
@@ -289,6 +311,37 @@ def _row_digests(batch: Any) -> tuple[int, ...]:
     return tuple(_digest(*(part[i].tobytes() for part in parts)) for i in range(rows))
 
 
+def _bytes_of(item: Any, depth: int = 0) -> Iterator[bytes]:
+    """Yield what tells an item of a data set from others, before it is collated."""
+    parts: Iterable = ()
+    if isinstance(item, torch.Tensor):
+        yield item.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    elif isinstance(item, (bool, int, float, str, bytes)):
+        yield repr(item).encode()
+    elif isinstance(item, Mapping):
+        parts = item.values()
+    elif isinstance(item, (list, tuple)):
+        parts = item
+    elif getattr(getattr(item, "dtype", None), "kind", "") == "O":
+        parts = item.tolist()  # its bytes are addresses
+    elif hasattr(item, "tobytes"):  # an array, or an image
+        yield item.tobytes()
+    else:
+        slots = getattr(type(item), "__slots__", ())
+        parts = [*getattr(item, "__dict__", {}).values()]
+        parts += [getattr(item, name, None) for name in slots]
+    for part in parts if depth < 5 else ():
+        yield from _bytes_of(part, depth + 1)
+
+
+def _digest_item(item: Any) -> int | None:
+    """Return a number for an item of a data set; None if nothing in it can be read."""
+    parts = [*_bytes_of(item)]
+    sizes = [len(part).to_bytes(8, "big") for part in parts]
+    both = itertools.chain.from_iterable(zip(sizes, parts))
+    return _digest(*both) if parts else None
+
+
 class _Generator(NamedTuple):
     """A source of random numbers, and what reads, sets and seeds it."""
 
@@ -300,8 +353,13 @@ class _Generator(NamedTuple):
 
 
 def _generator(each: Any) -> _Generator | None:
-    """Return `each` as a generator, if it is one of torch, Python or NumPy."""
+    """Return `each` as a generator, if it is one of torch, Python or NumPy.
+
+    Not those of all the program, which `_sources` has.
+    """
     numpy = sys.modules.get("numpy")
+    if each is torch.default_generator or each is random.uniform.__self__:  # type: ignore
+        return None
     if isinstance(each, torch.Generator):
         name, get, put = "its torch.Generator", each.get_state, each.set_state
         return _Generator(name, each, get, put, each.manual_seed)
@@ -375,9 +433,9 @@ def _find_generators(roots: Iterable[Any]) -> list[_Generator]:
             waiting += [(value, depth + 1) for value in some]
         elif isinstance(each, (list, tuple)):
             waiting += [(value, depth + 1) for value in each[:100]]
-        elif (not inspect.ismodule(each) and not callable(each)) or isinstance(
-            each, nn.Module
-        ):
+        elif inspect.ismethod(each):
+            waiting += [(part, depth) for part in (each.__self__, each.__func__)]
+        elif not inspect.ismodule(each):
             waiting.append((getattr(each, "__dict__", {}), depth))
     return found
 
@@ -420,6 +478,10 @@ def _seeded(seed: int) -> Iterator[None]:
             source.set(state)
 
 
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 class _Draws(TorchDispatchMode):
     """Pin what torch draws in a step, or, in a run for the noise, note it.
 
@@ -430,6 +492,7 @@ class _Draws(TorchDispatchMode):
     def __init__(self, pin: bool):
         super().__init__()
         self.pin = pin
+        self.parameters: list[torch.Tensor] = []
         self.begin(0, 0, ())
 
     def begin(self, epoch: int, step: int, items: tuple) -> None:
@@ -453,14 +516,26 @@ class _Draws(TorchDispatchMode):
             return self._pinned(func, name, args, kwargs)
         drawn = func(*args, **kwargs)
         tensor = drawn[-1] if isinstance(drawn, tuple) else drawn
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = _local(tensor)
         # what is full of one number says nothing, and integers may be an order of items
         is_noise = local.is_floating_point() or local.dtype == torch.bool
+        # noise on weights has to be equal on all ranks
+        is_noise &= not self._on_weights(args, local)
         if is_noise and local.numel() >= MASK and (local != local.flatten()[0]).any():
             content = local.detach().contiguous().flatten().view(torch.uint8)
             digest = zlib.crc32(content.numpy().tobytes())
             self.noted.append((name, local.numel(), digest))
         return drawn
+
+    def _on_weights(self, args: tuple, drawn: torch.Tensor) -> bool:
+        """Return whether a draw is for a parameter or its gradient."""
+        weights = [_local(p) for p in self.parameters]
+        if args and isinstance(args[0], torch.Tensor):  # drawn into, or like it
+            also = [_local(p.grad) for p in self.parameters if p.grad is not None]
+            pointers = {tensor.data_ptr() for tensor in [*weights, *also]}
+            return _local(args[0]).data_ptr() in pointers
+        is_of_items = drawn.ndim > 0 and len(drawn) == len(self.items)
+        return not is_of_items and drawn.shape in {weight.shape for weight in weights}
 
     def _pinned(self, func, name: str, args: tuple, kwargs: dict) -> Any:
         if name == "native_dropout":
@@ -468,11 +543,12 @@ class _Draws(TorchDispatchMode):
         if name == "bernoulli_" and not isinstance(args[-1], torch.Tensor):
             return args[0].fill_(args[1] if len(args) > 1 else kwargs.get("p", 0.5))
         self.calls += 1
-        kwargs = {k: v for k, v in kwargs.items() if k != "generator"}
+        kwargs = {k: None if k == "generator" else v for k, v in kwargs.items()}
         by_row = name not in ("randperm", "multinomial")
         with _seeded(_digest(repr((*self.at, self.calls)).encode())):
             drawn = func(*args, **kwargs)
         rows = drawn.ndim and len(drawn) == len(self.items) and by_row
+        rows = rows and not self._on_weights(args, _local(drawn))
         if not rows:
             self.loose |= drawn.numel() > 1
             return drawn
@@ -500,6 +576,7 @@ class _Items:
         _own_generators.extend(each for each in found if id(each.owner) not in known)
         self.drew = False
         self.noted: list = []
+        self.contents: list[int | None] = []  # of the items since somebody has looked
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -513,12 +590,14 @@ class _Items:
                 name: before[name] for name in after if before.get(name) != after[name]
             }
             self.noted.append(used)
+            self.contents.append(_digest_item(item))
             return item
         number = int(_behind(self.dataset, index))
         with _seeded(_digest(repr((self.epoch, number)).encode())):
             before = _generators()
             item = self.dataset[index]
             self.drew |= _generators() != before
+        self.contents.append(_digest_item(item))
         return item
 
 
@@ -582,6 +661,17 @@ class _Batches:
         self.drew = self.loose or self.items.drew
         return batch
 
+    def contents(self, batch: Any) -> tuple[int, ...]:
+        """Return a number for each item of the batch that has come last.
+
+        As it is in the data set, if there is one: a batch may pad it.
+        """
+        if self.items is None:
+            return _row_digests(batch)
+        found, self.items.contents = self.items.contents, []
+        known = tuple(number for number in found if number is not None)
+        return known if len(known) == len(found) else _row_digests(batch)
+
 
 class _Recorder:
     """Write down what a rank does, through hooks of torch: it changes no result."""
@@ -591,13 +681,14 @@ class _Recorder:
         self.model = nn.Module()
         self.own: Sketches = {}
         self.incoming: dict[str, torch.Tensor] = {}
+        self.backward: dict[int, torch.Tensor] = {}  # gradients, by id of the parameter
         self.names: dict[int, str] = {}
         self.unclipped: Sketches | None = None
         self.norm: float | None = None
         self.most: float | None = None
         self.updates: list[Update] = []
         self.optimizers: list = []
-        self.depth = self.bytes = self.step = 0
+        self.depth = self.bytes = self.optimizer_bytes = self.step = 0
         self.seen: set = set()  # rows of data, in this step
         self.forwards: list[set] = []  # rows of data, since the last update
         self.first_kept = 0
@@ -619,18 +710,23 @@ class _Recorder:
             new = id(parameter) not in self.hooked and parameter.requires_grad
             if new and not isinstance(parameter, DTensor):
                 self.hooked.add(id(parameter))
-                parameter.register_hook(self._arriving(name))
-                parameter.register_post_accumulate_grad_hook(self._accumulated(name))
+                parameter.register_hook(self._arriving(id(parameter)))
+                parameter.register_post_accumulate_grad_hook(
+                    self._accumulated(id(parameter))
+                )
+        self.draws.parameters = [parameter for _, parameter in _named(self.model)]
 
-    def _arriving(self, name: str) -> Callable:
+    # The names are those of now: a wrap may have given others.
+    def _arriving(self, number: int) -> Callable:
         def note(gradient: torch.Tensor) -> None:
-            self.incoming[name] = gradient.detach()
+            self.incoming[self.names[number]] = gradient.detach()
 
         return note
 
-    def _accumulated(self, name: str) -> Callable:
+    def _accumulated(self, number: int) -> Callable:
         def note(parameter: nn.Parameter) -> None:
             assert parameter.grad is not None
+            name = self.names[number]
             before, now = self.own.get(name), _sketch(parameter.grad)
             arrived = self.incoming.pop(name, None)
             # What had been there is gone, although no optimizer has used it.
@@ -638,6 +734,7 @@ class _Recorder:
             if there and arrived is not None and _sketch(arrived) == now:
                 self.first_kept = max(0, len(self.forwards) - 1)
             self.own[name] = now
+            self.backward[number] = parameter.grad
 
         return note
 
@@ -662,6 +759,11 @@ class _Recorder:
     def name(self, parameter: torch.Tensor) -> str:
         return self.names.get(id(parameter), f"parameter of shape {[*parameter.shape]}")
 
+    @staticmethod
+    def _has_closure(args: tuple, kwargs: dict) -> bool:
+        """Return whether `step` computes the gradients itself; it is in `args`, too."""
+        return any(map(callable, args[1:])) or callable(kwargs.get("closure"))
+
     def _before_update(self, optimizer, args, kwargs) -> None:
         if not any(optimizer is each for each in self.optimizers):
             self.optimizers.append(optimizer)
@@ -671,6 +773,10 @@ class _Recorder:
             self.last = optimizer.register_step_pre_hook(self._record_update)
 
     def _record_update(self, optimizer, args, kwargs) -> None:
+        if not self._has_closure(args, kwargs):
+            self._record_gradients(optimizer)
+
+    def _record_gradients(self, optimizer) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         trained = [p for p in parameters if p.grad is not None]
         gradients = {self.name(p): _sketch(p.grad) for p in trained}
@@ -685,35 +791,47 @@ class _Recorder:
                 unclipped=self.unclipped,
                 norm=self.norm,
                 most=self.most,
+                replaced=any(
+                    p.grad is not self.backward.get(id(p), p.grad) for p in trained
+                ),
                 lost=len(lost),
                 kept=len(kept),
             )
         )
-        self.bytes = max(self.bytes, self.state_bytes())
+        self._count_bytes()
 
     def _after_update(self, optimizer, args, kwargs) -> None:
         self.depth -= 1
         if self.depth == 0:
             self.last.remove()
-            self.own, self.unclipped = {}, None
+            if self._has_closure(args, kwargs):
+                self._record_gradients(optimizer)
+            self.own, self.backward, self.unclipped = {}, {}, None
             self.norm = self.most = None
             self.forwards, self.first_kept = [], 0
-            self.bytes = max(self.bytes, self.state_bytes())
+            self._count_bytes()
 
-    def state_bytes(self) -> int:
-        """Return the bytes on this rank: parameters, gradients, state of optimizers."""
-        held: dict[int, torch.Tensor] = {}
+    def _count_bytes(self) -> None:
+        """Note the most bytes on this rank: parameters, gradients, state of optimizers."""
+        of_model: dict[int, torch.Tensor] = {}
+        of_optimizers: dict[int, torch.Tensor] = {}
         for _, parameter in _named(self.model):
             for tensor in (parameter, parameter.grad):
                 if tensor is not None:
-                    held[id(tensor)] = tensor
+                    of_model[id(tensor)] = tensor
         for optimizer in self.optimizers:
             for state in list(getattr(optimizer, "state", {}).values()):
                 for value in state.values() if isinstance(state, dict) else ():
                     if isinstance(value, torch.Tensor):
-                        held[id(value)] = value
-        local = [t.to_local() if isinstance(t, DTensor) else t for t in held.values()]
-        return sum(t.numel() * t.element_size() for t in local)
+                        of_optimizers[id(value)] = value
+        whole = _size(of_model | of_optimizers)
+        self.bytes = max(self.bytes, whole)
+        self.optimizer_bytes = max(self.optimizer_bytes, _size(of_optimizers))
+
+
+def _size(tensors: dict[int, torch.Tensor]) -> int:
+    """Return the bytes that are on this rank."""
+    return sum(t.numel() * t.element_size() for t in map(_local, tensors.values()))
 
 
 def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -727,7 +845,14 @@ def _sketch_buffers(model: nn.Module) -> Sketches:
     """Sketch buffers of the state: others are caches that may differ in shape."""
     kept = {name.removeprefix("module.") for name in model.state_dict(keep_vars=True)}
     named = [(n.removeprefix("module."), b) for n, b in model.named_buffers()]
-    return {n: _sketch(b) for n, b in named if n in kept}
+    return {n: _sketch(_bounded(b)) for n, b in named if n in kept}
+
+
+def _bounded(buffer: torch.Tensor) -> torch.Tensor:
+    """Return the same with 1 and -1 for infinities, as in a mask of attention."""
+    if not buffer.is_floating_point():
+        return buffer
+    return torch.nan_to_num(buffer, nan=math.nan, posinf=1.0, neginf=-1.0)
 
 
 def _freeze(module: nn.Module) -> None:
@@ -901,11 +1026,14 @@ def _train(
                 "make_loader(0, 1, 0) gives no batch: let one process have them all."
             )
         record.updates = recorder.updates
-        record.state_bytes = recorder.bytes
-        record.sharded |= any(
+        record.state_bytes = record.shared_bytes = recorder.bytes
+        record.sharded |= any(isinstance(p, DTensor) for _, p in _named(wrapped))
+        zero = any(
             type(each).__name__ == "ZeroRedundancyOptimizer"
             for each in recorder.optimizers
-        ) or any(isinstance(p, DTensor) for _, p in _named(wrapped))
+        )
+        if zero and not record.sharded:  # it shares its own state, and no parameter
+            record.sharded, record.shared_bytes = True, recorder.optimizer_bytes
     say("at the end")
     return record
 
@@ -941,11 +1069,13 @@ def _train_epoch(
             break
         if batch is None or number == limit:
             break
-        contents = items = _row_digests(batch)
+        contents = items = batches.contents(batch)
         if batches.indices:
             items = batches.indices[number]
         else:
-            record.identified &= not batches.drew
+            record.identified &= not batches.drew and any(
+                tensor.ndim for tensor in _tensors(batch)
+            )
         record.augmented |= batches.drew
         record.drew |= batches.drew
         record.loose |= batches.loose
@@ -975,6 +1105,7 @@ def _train_epoch(
         first = next((t for t in _tensors(batch) if t.ndim), None)
         rows = set(_row_digests(first)) if first is not None else set()
         # a step that changes what it forwards leaves no rows to count, but by accident
+        step.rows = len(rows)
         step.forwarded = len(recorder.seen) if recorder.seen <= rows else 0
         step.draws = draws.noted
         step.parameters = {name: _sketch(p) for name, p in _named(wrapped)}
@@ -1018,7 +1149,8 @@ def _relative(ours: Sketches, theirs: Sketches) -> float:
     if set(ours) != set(theirs):
         return math.inf
     a, b = _vector(ours, theirs), _vector(theirs, theirs)
-    return ((a - b).norm() / (b.norm() or 1.0)).item()
+    size = ((a - b).norm() / (b.norm() or 1.0)).item()
+    return math.inf if math.isnan(size) else size
 
 
 class Distances(NamedTuple):
@@ -1065,9 +1197,10 @@ class _Payload:
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module
         sys.path.insert(0, str(Path(self.path).resolve().parent))
+        sys.argv = [self.path]  # as if it were started without options
         try:
             spec.loader.exec_module(module)
-        except Exception as problem:
+        except (Exception, SystemExit) as problem:
             what = f"{type(problem).__name__}: {problem}"
             raise BadInput(
                 f"{self.path} cannot be imported: {what}. What a script does at its top "
@@ -1170,6 +1303,7 @@ def _be_rank(
         "CUDA_VISIBLE_DEVICES": "",
     }
     os.environ |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # torch.compile leaves modules as they are
     torch.set_num_threads(1)
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)  # what N ranks print several times over
@@ -1187,14 +1321,14 @@ def _be_rank(
         answer: tuple = ("done", found)
     except BadInput as problem:
         answer = ("bad", str(problem))
-    except Exception as problem:
+    except (Exception, SystemExit) as problem:
         what = " ".join(f"{type(problem).__name__}: {problem}".split())
         answer = ("raised", f"{what}{_line_of(problem)}")
     pipe.send_bytes(pickle.dumps(answer))
     pipe.recv_bytes()  # stays, so that no other rank sees it go; it is ended from outside
 
 
-def _line_of(problem: Exception) -> str:
+def _line_of(problem: BaseException) -> str:
     """Return the last line of the training's own code that led to an exception."""
     for frame in reversed(traceback.extract_tb(problem.__traceback__)):
         if "site-packages" not in frame.filename and frame.filename != __file__:
@@ -1447,6 +1581,10 @@ def _items_differ(one: Record, ranks: Records) -> int | None:
 def find_unequal_steps(case: _Case) -> Finding | None:
     """Find ranks that have unequal numbers of batches."""
     found = case.ranks[0].unequal_steps
+    if not found and all(rank.whole for rank in case.live_ranks):  # beyond the trained
+        by_epoch = enumerate(zip(*(rank.orders for rank in case.live_ranks)))
+        counted = ((epoch, [*map(len, orders)]) for epoch, orders in by_epoch)
+        found = next((each for each in counted if len(set(each[1])) > 1), None)
     if not found:
         return None
     epoch, counts = found
@@ -1691,6 +1829,8 @@ def _made_of(whole: Sketches, parts: list[Sketches]) -> tuple[list[float], float
     if not names or not target.norm():
         return [0.0] * len(parts), math.inf
     matrix = torch.stack([_vector(part, names) for part in parts], 1)
+    if not (target.isfinite().all() and matrix.isfinite().all()):
+        return [0.0] * len(parts), math.inf
     factors = torch.linalg.pinv(matrix, rtol=1e-9) @ target
     left = (matrix @ factors - target).norm() / target.norm()
     return factors.tolist(), left.item()
@@ -1846,11 +1986,20 @@ def _clipped_and_summed(case: _Case, u: int, found: dict[str, Finding]) -> None:
         )
 
 
+def _uses_the_last(updates: list[Update]) -> bool:
+    """Return whether ranks step with the last gradients alone, not with kept ones, too."""
+    first = updates[0]
+    whole, parts = first.unclipped or first.gradients, [each.own for each in updates]
+    return _made_of(whole, parts)[1] < ROUNDED
+
+
 def find_accumulation(case: _Case) -> Finding | None:
     """Find micro-batches whose gradients are dropped before the update."""
     for record in [*case.ranks, case.one]:
         for u, update in enumerate(record.updates):
-            if update.lost:
+            beside = case.updates[u : u + 1] if record is not case.one else [[update]]
+            dropped = not update.replaced or any(map(_uses_the_last, beside))
+            if update.lost and dropped:
                 who = f"rank {record.rank} of {case.n}"
                 who = "one process" if record is case.one else who
                 return Finding(
@@ -1864,15 +2013,15 @@ def find_accumulation(case: _Case) -> Finding | None:
         return None
     for record in [*case.ranks, case.one]:
         for number, step in enumerate(record.steps):
-            if 0 < step.forwarded < len(set(step.items)):
+            if 0 < step.forwarded < step.rows:
                 whole = case.one.steps[number] if number < len(case.one.steps) else step
                 return Finding(
                     "accumulation",
                     "micro-batches are dropped: a part of the batch never goes through "
                     "the model",
-                    f"step {number}: of its {len(step.items)} items, rank {record.rank} "
+                    f"step {number}: of its {step.rows} items, rank {record.rank} "
                     f"of {case.n} trains on {step.forwarded}; one process trains on "
-                    f"{whole.forwarded} of {len(whole.items)}",
+                    f"{whole.forwarded} of {whole.rows}",
                 )
     ours, theirs = len(case.ranks[0].updates), len(case.one.updates)
     if ours != theirs and len(case.ranks[0].steps) == len(case.one.steps):
@@ -1964,6 +2113,8 @@ def find_content(case: _Case) -> Finding | None:
     if not at or at.update is None or not case.same_items(at.step):
         return None
     if case.loose or not case.one.identified or find_accumulation(case):
+        return None
+    if find_not_finite(case):
         return None
     alone, updates = case.one.updates[at.update], case.updates[at.update]
     factors, left = _made_of(alone.own, [each.own for each in updates])
@@ -2151,44 +2302,86 @@ def find_buffers(case: _Case) -> Finding | None:
 
 def find_weights(case: _Case) -> Finding | None:
     """Find weights that come apart although equal gradients reach equal optimizers."""
-    for number, steps in enumerate(zip(*(rank.steps for rank in case.ranks))):
+    return _parted(case.ranks, case.n)
+
+
+def _parted(ranks: Records, n: int) -> Finding | None:
+    for number, steps in enumerate(zip(*(rank.steps for rank in ranks))):
         for rank, step in enumerate(steps):
             size, name = _apart(step.parameters, steps[0].parameters)
             if size > LATER:
                 return Finding(
                     "weights",
                     "weights come to differ between ranks: does a rank do something that "
-                    "the others do not?",
-                    f"step {number}: `{name}` of rank {rank} of {case.n} is {size:.1e} "
+                    "the others do not, or draw noise of its own for them?",
+                    f"step {number}: `{name}` of rank {rank} of {n} is {size:.1e} "
                     "from that of rank 0",
                 )
     return None
+
+
+def find_weights_apart_by_noise(case: _Case) -> Finding | None:
+    """Find weights that differ between ranks where noise is not taken out."""
+    if case.live or any("noise" not in runs for runs in case.together):
+        return None
+    if find_not_finite(case):
+        return None
+    return _parted([runs["noise"] for runs in case.together], case.n)
 
 
 def find_shards(case: _Case) -> Finding | None:
     """Find a strategy that claims to shard, where each rank holds the whole state."""
     if not all(rank.sharded for rank in case.ranks):
         return None
-    alone = case.one.state_bytes
-    each = [rank.state_bytes for rank in case.ranks]
+    alone = case.one.shared_bytes
+    each = [rank.shared_bytes for rank in case.ranks]
     if not alone or sum(each) / case.n < 0.95 * alone:
         return None
     return Finding(
         "shards nothing",
         "the strategy claims to shard and does not: each rank holds the whole state",
-        f"bytes of state per rank: {_thousands(each)} on {case.n} ranks, "
+        f"bytes per rank of what it is to share: {_thousands(each)} on {case.n} ranks, "
         f"{alone:,} in one process",
     )
+
+
+def find_not_finite(case: _Case) -> Finding | None:
+    """Find gradients or weights that are infinite, or no number, in any run."""
+    whose = [("one process", case.alone)]
+    whose += [(f"rank {k} of {case.n}", runs) for k, runs in enumerate(case.together)]
+    by_run = [(who, key, record) for who, runs in whose for key, record in runs.items()]
+    for who, key, record in by_run:
+        seen = [(f"the gradient of `{name}`", update.step, numbers)
+                for update in record.updates
+                for name, numbers in (update.gradients | update.own).items()]  # fmt: skip
+        seen += [(f"`{name}`", number, numbers)
+                 for number, step in enumerate(record.steps)
+                 for name, numbers in step.parameters.items()]  # fmt: skip
+        for what, number, numbers in seen:
+            if not all(map(math.isfinite, numbers)):
+                return Finding(
+                    "not finite",
+                    "a gradient or weight is infinite, or no number: is something divided "
+                    "by a number that may be 0, such as a count of items?",
+                    f"step {number}: {what} in {who} ({key})",
+                )
+    return None
 
 
 def find_nothing_trained(case: _Case) -> Finding | None:
     """Find a training of which no step changes a weight."""
     records = [case.one, *case.ranks]
-    if not all(record.updates for record in records):
-        return None
     for record in records:
         if any(_apart(step.parameters, record.start)[0] for step in record.steps):
             return None
+    if not any(record.updates for record in records):
+        return Finding(
+            "nothing trained",
+            "no optimizer takes a step, so there is nothing to compare: call "
+            "`optimizer.step()`, or train until it is called (`--steps`)",
+            f"in {len(case.one.steps)} steps of {len(case.one.orders)} epochs, in one "
+            f"process and on {case.n} ranks",
+        )
     return Finding(
         "nothing trained",
         "no step changes a weight: the optimizer was made before the wrap, whose "
@@ -2207,7 +2400,7 @@ INDEPENDENT = [
     find_global_batch,
     find_other_order, find_start, find_accumulation, find_clipping, find_content,
     find_rates, find_batch_norm, find_noise, find_unseeded, find_buffers, find_shards,
-    find_nothing_trained,
+    find_nothing_trained, find_not_finite, find_weights_apart_by_noise,
 ]  # fmt: skip
 
 
@@ -2216,9 +2409,20 @@ def diagnose(case: _Case) -> list[Finding]:
     found = [find(case) for find in INDEPENDENT]
     found[7:7] = find_averaging(case) if case.live else []
     named = {finding.name: finding for finding in found if finding}
-    if case.live and not named and (weights := find_weights(case)):
+    if case.live and not _explains(case, named) and (weights := find_weights(case)):
         named[weights.name] = weights
     return [*named.values()]
+
+
+def _explains(case: _Case, names: Iterable[str]) -> bool:
+    """Return whether one of the findings may be why N workers differ from one process.
+
+    Noise is the same in the runs that are compared, if it can be pinned.
+    """
+    aside = {"shards nothing"} if case.loose else set(UNEXPLAINING)
+    if case.items_differ is not None:
+        aside.discard("same order")
+    return bool(set(names) - aside)
 
 
 # ------------------------------------------------------------------ verdict and command
@@ -2336,8 +2540,8 @@ def _judge(groups: dict[int, Any], world_sizes: Iterable[int]) -> Report:
             report.equal[n], lines = _verdict(case)
             report.lines += lines
             found = diagnose(case)
-            if not report.equal[n] and not found:
-                found = [_unknown(case)]
+            if not report.equal[n] and not _explains(case, (f.name for f in found)):
+                found.append(_unknown(case))
             each = [runs["float64"].state_bytes for runs in groups[n]]
             sizes.append(f"{_thousands(each)} on {n}")
         known = set(report.names)
@@ -2347,7 +2551,7 @@ def _judge(groups: dict[int, Any], world_sizes: Iterable[int]) -> Report:
     if not one.whole or [*map(len, one.orders)] != [*map(len, one.contents)]:
         trained = max(map(len, one.contents))
         report.lines.append(f"Trained were the first {trained} steps of each epoch.")
-    if len({finding.name for finding in report.findings}) > 1:
+    if set(report.names) - UNEXPLAINING - {"unknown"}:  # known with other numbers
         report.findings = [f for f in report.findings if f.name != "unknown"]
     return report
 
@@ -2366,7 +2570,9 @@ def judge(alone: Record, together: Records) -> Report:
     workers = f"{case.n} workers"
     if case.live and not _rounded(case):
         line = f"{workers} do not train like one process. First at {case.live}."
-        return Report({case.n: False}, found or [_unknown(case)], [line])
+        if not _explains(case, (finding.name for finding in found)):
+            found.append(_unknown(case))
+        return Report({case.n: False}, found, [line])
     steps, epochs = len(alone.steps), len(alone.orders)
     what = f"in {steps} steps of {epochs} epochs in float64"
     if case.live:
@@ -2376,8 +2582,10 @@ def judge(alone: Record, together: Records) -> Report:
 
 def _unknown(case: _Case) -> Finding:
     what = "it differs, cause unknown"
-    if case.loose or not case.one.identified:
+    if case.loose or (not case.one.identified and case.one.drew):
         what += "; it draws random numbers that cannot be tied to items: try without"
+    elif not case.one.identified:
+        what += "; its batches hold no tensors that this tool can read"
     return Finding("unknown", what, str(case.live or "the first gradients in float32"))
 
 
@@ -2408,8 +2616,14 @@ def check_all(
                     for name in trainings
                 }
             if n == 1:
+                hints = (
+                    hint
+                    for said, hint in HINTS.items()
+                    if re.search(said, failure.sentence)
+                )
                 raise BadInput(
-                    f"One process alone cannot train: {failure.sentence}. Mend that first."
+                    f"One process alone cannot train here: {failure.sentence}. "
+                    + next(hints, "Mend that first.")
                 )
     return {
         name: _judge(

@@ -11,7 +11,7 @@ import os
 import pwd
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from jupyterhub.spawner import LocalProcessSpawner
@@ -97,24 +97,23 @@ def control_groups(name: str, memory: int, cpus: float) -> list[Path]:
         room.mkdir(exist_ok=True)
         for above in (CGROUPS, room):
             (above / "cgroup.subtree_control").write_text("+cpu +memory")
-        limits = {
-            "memory.max": memory,
-            "memory.swap.max": 0,
-            "cpu.max": f"{quota} {PERIOD_US}",
-        }
+        cpu = f"{quota} {PERIOD_US}"
+        limits = [("memory.max", memory), ("memory.swap.max", 0), ("cpu.max", cpu)]
         return [limited(room / name, limits)]
-    of_memory = {"memory.limit_in_bytes": memory, "memory.memsw.limit_in_bytes": memory}
-    of_cpu = {"cpu.cfs_period_us": PERIOD_US, "cpu.cfs_quota_us": quota}
+    both = "memory.memsw.limit_in_bytes"
+    # with swap it may never be less than without, also while it changes
+    of_memory = [(both, -1), ("memory.limit_in_bytes", memory), (both, memory)]
+    of_cpu = [("cpu.cfs_period_us", PERIOD_US), ("cpu.cfs_quota_us", quota)]
     return [
         limited(CGROUPS / "memory/workshop" / name, of_memory),
         limited(CGROUPS / "cpu/workshop" / name, of_cpu),
     ]
 
 
-def limited(group: Path, limits: dict[str, object]) -> Path:
-    """Make a control group with these limits."""
+def limited(group: Path, limits: Sequence[tuple[str, object]]) -> Path:
+    """Make a control group with these limits, set one after the other."""
     group.mkdir(parents=True, exist_ok=True)
-    for file, limit in limits.items():
+    for file, limit in limits:
         if file not in OF_SWAP or (group / file).exists():
             (group / file).write_text(str(limit))
     return group
