@@ -392,6 +392,19 @@ def pairs(rank, world_size, epoch):
         yield Examples(batch["x"], batch["y"])
 
 
+def mappings(rank, world_size, epoch):
+    for batch in generate(rank, world_size, epoch):
+        yield UserDict(batch)
+
+
+def one_mapping_for_all(rank, world_size, epoch):
+    return mappings(0, world_size, epoch)
+
+
+def step_on_mappings(model, optimizer, batch):
+    return train_step(model, optimizer, (batch["x"], batch["y"]))
+
+
 def step_on_pairs(model, optimizer, batch):
     return train_step(model, optimizer, (batch.x, batch.y))
 
@@ -452,9 +465,8 @@ def step_with_noise(model, optimizer, batch):
 # Most of the parameters are frozen, and the optimizer of the rest is sharded.
 def build_frozen():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(WIDTH, 200), nn.Tanh(), nn.Linear(200, 1))
-    model[0].requires_grad_(False)
-    return model
+    backbone = nn.Sequential(nn.Linear(WIDTH, 200), nn.Tanh(), nn.Linear(200, 200))
+    return nn.Sequential(backbone.requires_grad_(False), nn.Linear(200, 1))
 
 
 # As many rows of weights as a rank has items.
@@ -614,6 +626,9 @@ RIGHT = {
     "batches that are objects": replace(
         PLAIN, make_loader=pairs, train_step=step_on_pairs
     ),
+    "batches that are mappings": replace(
+        PLAIN, make_loader=mappings, train_step=step_on_mappings
+    ),
     "a generator in a transform": replace(PLAIN, make_loader=jittered),
     "gradients kept elsewhere": replace(PLAIN, train_step=step_on_kept_gradients),
     "equal noise on weights": replace(
@@ -679,6 +694,10 @@ WRONG = {
     "unequal later, own slices": (
         "unequal batches",
         replace(PLAIN, make_loader=slice_longer_for_rank_0),
+    ),
+    "one share of mappings for all": (
+        "items",
+        replace(PLAIN, make_loader=one_mapping_for_all, train_step=step_on_mappings),
     ),
     "one share of objects for all": (
         "items",

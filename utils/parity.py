@@ -327,9 +327,7 @@ def _bytes_of(item: Any, depth: int = 0) -> Iterator[bytes]:
     elif hasattr(item, "tobytes"):  # an array, or an image
         yield item.tobytes()
     else:
-        slots = getattr(type(item), "__slots__", ())
-        parts = [*getattr(item, "__dict__", {}).values()]
-        parts += [getattr(item, name, None) for name in slots]
+        parts = getattr(item, "__dict__", {}).values()
     for part in parts if depth < 5 else ():
         yield from _bytes_of(part, depth + 1)
 
