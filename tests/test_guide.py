@@ -8,7 +8,7 @@ import nbformat
 import pytest
 
 from tests import readme
-from tests.test_catch_up import bound, names_of, uses
+from tests.test_catch_up import bound, names_of, needs
 from tests.tools.book.exercises import CHECK
 from tests.tools.notebooks import ROOT, guide, outline, title
 from utils.checks import EXERCISES
@@ -148,8 +148,8 @@ def test_what_may_be_skipped_is_needed_by_nothing_that_stays(number):
                 gone |= names_of(cell, bound)
             elif heading not in OWN_SECTIONS:
                 # a parameter or a local name may be called the same
-                needs = names_of(cell, uses) - names_of(cell, local)
-                assert not needs & gone, (heading, needs & gone)
+                read = names_of(cell, needs) - names_of(cell, local)
+                assert not read & gone, (heading, read & gone)
                 gone -= names_of(cell, bound)
 
 
