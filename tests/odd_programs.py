@@ -527,6 +527,21 @@ def first_objects_for_all(rank, world_size, epoch):
     )
 
 
+class Wrapped:
+    """As what Ray Train makes of a DataLoader."""
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __iter__(self):
+        return iter(self.loader)
+
+
+def wrap_on_ranks(rank, world_size, epoch):
+    loader = make_loader(rank, world_size, epoch)
+    return loader if world_size == 1 else Wrapped(loader)
+
+
 def shuffle_one_process_alone(rank, world_size, epoch):
     """In the same order in every epoch on several ranks, and another in one process."""
     data = TensorDataset(*numbers())
@@ -636,6 +651,7 @@ RIGHT = {
     ),
     "a mask in a buffer": replace(PLAIN, build_model=build_masked),
     "items that are objects": replace(PLAIN, make_loader=deal_objects),
+    "a loader that is wrapped on ranks": replace(PLAIN, make_loader=wrap_on_ranks),
     "frozen, and a sharded optimizer": replace(
         PLAIN, build_model=build_frozen, build_optimizer=sharded_adam
     ),

@@ -183,6 +183,7 @@ class Step:
     epoch: int
     items: tuple  # of this rank: indices, or contents if there are none
     contents: tuple = ()
+    raw: tuple = ()  # contents as the data set gives them, before a batch may pad them
     loss: float | None = None
     rows: int = 0  # different ones of the batch's first tensor
     forwarded: int = 0  # of them, those that the model has seen
@@ -659,16 +660,16 @@ class _Batches:
         self.drew = self.loose or self.items.drew
         return batch
 
-    def contents(self, batch: Any) -> tuple[int, ...]:
-        """Return a number for each item of the batch that has come last.
+    def raw(self) -> tuple[int, ...]:
+        """Return a number for each item of the last batch, before it was collated.
 
-        As it is in the data set, if there is one: a batch may pad it.
+        Nothing if there is no data set, or one of items that cannot be read.
         """
         if self.items is None:
-            return _row_digests(batch)
+            return ()
         found, self.items.contents = self.items.contents, []
         known = tuple(number for number in found if number is not None)
-        return known if len(known) == len(found) else _row_digests(batch)
+        return known if len(known) == len(found) else ()
 
 
 class _Recorder:
@@ -1067,7 +1068,8 @@ def _train_epoch(
             break
         if batch is None or number == limit:
             break
-        contents = items = batches.contents(batch)
+        contents = items = _row_digests(batch)
+        raw = batches.raw()
         if batches.indices:
             items = batches.indices[number]
         else:
@@ -1085,7 +1087,7 @@ def _train_epoch(
         draws.begin(epoch, number, items)
         seed = _digest(repr((epoch, number)).encode())
         pinned = _seeded(seed) if draws.pin else contextlib.nullcontext()
-        step = Step(epoch, items, contents)
+        step = Step(epoch, items, contents, raw)
         if batches.items:
             step.random_items, batches.items.noted = batches.items.noted, []
         with pinned:
@@ -1468,7 +1470,11 @@ class _Case:
         records = [self.one, *self.ranks]
         own_indices = len({record.length for record in records}) > 1
         if own_indices:
-            self.one, *self.ranks = map(_by_content, records)
+            steps = [step for record in records for step in record.steps]
+            before = all(
+                step.raw for step in steps
+            )  # else a batch may have padded them
+            self.one, *self.ranks = (_by_content(each, before) for each in records)
         # What differs by chance cannot be pinned: not even one index has one content.
         self.odd_items = _odd_items(self.one, self.ranks)
         self.loose = self.one.loose or any(rank.loose for rank in self.ranks)
@@ -1503,13 +1509,19 @@ class _Case:
         return [u for u in range(len(self.updates)) if not self.right(u)]
 
 
-def _by_content(record: Record) -> Record:
-    """Return the same record with items told by their contents."""
+def _by_content(record: Record, before: bool) -> Record:
+    """Return the same record with items told by their contents, `before` collating."""
     whole = [*map(len, record.contents)] == [*map(len, record.orders)]
+    contents = [step.raw if before else step.contents for step in record.steps]
+    steps = [
+        replace(step, items=own, contents=own, raw=())
+        for step, own in zip(record.steps, contents)
+    ]
+    epochs = range(len(record.contents))
     return replace(
         record,
-        orders=record.contents,
-        steps=[replace(step, items=step.contents) for step in record.steps],
+        orders=[[step.items for step in steps if step.epoch == e] for e in epochs],
+        steps=steps,
         whole=record.whole and whole,
         identified=record.identified and not record.augmented,
     )
@@ -1520,8 +1532,9 @@ def _odd_items(one: Record, ranks: Records) -> list[tuple[int, Any]]:
     known, odd = {}, []
     for record in (one, *ranks):
         for step in record.steps:
-            if one.length is not None and len(step.items) == len(step.contents):
-                for item, content in zip(step.items, step.contents):
+            contents = step.raw or step.contents
+            if one.length is not None and len(step.items) == len(contents):
+                for item, content in zip(step.items, contents):
                     if known.setdefault((step.epoch, item), content) != content:
                         odd.append((record.rank, item))
     return odd
