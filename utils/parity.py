@@ -2351,7 +2351,7 @@ def find_shards(case: _Case) -> Finding | None:
     return Finding(
         "shards nothing",
         "the strategy claims to shard and does not: each rank holds the whole state",
-        f"bytes per rank of what it is to share: {_thousands(each)} on {case.n} ranks, "
+        f"bytes of state per rank: {_thousands(each)} on {case.n} ranks, "
         f"{alone:,} in one process",
     )
 
