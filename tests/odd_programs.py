@@ -365,11 +365,13 @@ def pad(sequences):
     return UserDict(x=pad_sequence(sequences, batch_first=True), lengths=lengths)
 
 
+def with_collate(loader, collate):
+    sampled = {"batch_size": loader.batch_size, "sampler": loader.sampler}
+    return DataLoader(loader.dataset, **sampled, collate_fn=collate)
+
+
 def padded(rank, world_size, epoch):
-    loader = dealt(Sequences(), rank, world_size, epoch)
-    return DataLoader(
-        loader.dataset, loader.batch_size, sampler=loader.sampler, collate_fn=pad
-    )
+    return with_collate(dealt(Sequences(), rank, world_size, epoch), pad)
 
 
 def step_on_padded(model, optimizer, batch):
@@ -506,17 +508,8 @@ def collate_objects(items):
     return torch.stack([i.x for i in items]), torch.stack([i.y for i in items])
 
 
-def with_collate(loader):
-    return DataLoader(
-        loader.dataset,
-        loader.batch_size,
-        sampler=loader.sampler,
-        collate_fn=collate_objects,
-    )
-
-
 def deal_objects(rank, world_size, epoch):
-    return with_collate(dealt(Objects(), rank, world_size, epoch))
+    return with_collate(dealt(Objects(), rank, world_size, epoch), collate_objects)
 
 
 def first_objects_for_all(rank, world_size, epoch):
