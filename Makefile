@@ -70,10 +70,10 @@ else
 	@$(RUN) -m pytest --nbval $(LANES) -m "not slow and not weekly" --note-run=test
 endif
 
-test-all: $(READY) ## run what gates a change: all lessons, parity, kills, scripts, bad input
-	@$(RUN) -m pytest --nbval $(LANES) -m "not weekly and not elective" --note-run=test-all
+test-all: $(READY) ## run what gates a change: main lines, parity, kills, scripts, bad input
+	@$(RUN) -m pytest --nbval $(LANES) -m "not weekly and not side_trip and not elective" --note-run=test-all
 
-# A long test may take longer than others may.
+# A long test may take longer than others may. Lessons run whole here, by tests/test_offline.py.
 test-weekly: $(READY) ## run what is long and rarely breaks
 	@$(RUN) -m pytest -m weekly --note-run=test-weekly -o timeout=3600 -o faulthandler_timeout=3660
 
@@ -119,7 +119,7 @@ hub: .venv-hub/.ready ## install JupyterHub into .venv-hub, for one machine that
 	@touch $@
 
 # The table comes also if a test fails; then the command fails, too.
-coverage: $(READY) ## run what test-all runs, and print which lines of utils and the scripts it ran
+coverage: $(READY) ## run what test-all runs, and side trips; print which lines of ours they ran
 	@rm -rf build/coverage && mkdir -p build/coverage
 	@$(RUN) -m coverage run -m pytest --nbval $(LANES) -m "not weekly and not elective"; status=$$?; \
 	$(PY) -m coverage combine --quiet && $(PY) -m coverage report; exit $$status

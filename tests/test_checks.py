@@ -966,7 +966,7 @@ LONG = ["norm of weights", "move it alone", "another world size", "stop together
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LONG)) for n in NAMED]
+    "name", [pytest.param(n, marks=[pytest.mark.weekly] * (n in LONG)) for n in NAMED]
 )
 def test_typical_mistakes_are_named(name, monkeypatch, capsys):
     monkeypatch.undo()  # the workshop's own exercises

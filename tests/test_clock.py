@@ -64,7 +64,7 @@ def test_it_is_shown_after_five_seconds():
     assert clock.AFTER == 5
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_where_outputs_are_compared_nothing_is_shown(monkeypatch):
     cells, shown = executed(monkeypatch, WORKSHOP_PROGRESS="off")
     assert shown == [] and [o.output_type for o in cells[1].outputs] == ["stream"]

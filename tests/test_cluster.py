@@ -288,7 +288,10 @@ print(len(ports), left.count("gcs_server"), left.count("raylet"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("times", "tried", "left"), [(1, 2, 1), (2, 2, 0)])
+@pytest.mark.parametrize(
+    ("times", "tried", "left"),
+    [(1, 2, 1), pytest.param(2, 2, 0, marks=pytest.mark.weekly)],
+)
 def test_a_ray_that_did_not_come_up_is_started_once_more(times, tried, left):
     done = run(GIVES_UP, TIMES=str(times), RAY_ADDRESS="local")
     assert done.returncode == 0, done.stderr
@@ -381,7 +384,7 @@ print(next(free, "both tried"), names.count("gcs_server"), len(list_nodes()))
     assert done.stdout.splitlines()[-1:] == ["both tried 1 2"], done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_logs_can_be_read_where_another_ray_has_the_port_of_the_agent():
     """Ray goes on without its agent's server then, and says so in a log alone."""
     program = """

@@ -128,7 +128,11 @@ def test_started_alone_a_script_ends_with_the_sentence(script):
     ("arguments", "sentence"),
     [
         ([], "rank 1 found no data: name another folder."),
-        (["--epochs", "0"], "argument --epochs: it is 0, but has to be a whole number"),
+        pytest.param(
+            ["--epochs", "0"],
+            "argument --epochs: it is 0, but has to be a whole number",
+            marks=pytest.mark.weekly,
+        ),
     ],
 )
 def test_under_torchrun_the_summary_ends_with_the_sentence(script, arguments, sentence):

@@ -60,7 +60,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 TORCHRUN += ["--nproc_per_node=2"]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly  # tests/test_sharding_checkpoints.py, in every change
 @pytest.mark.part03
 def test_the_second_checkpoint_of_shards_does_not_fit(small_disk):
     """3 MB each: every rank writes some of it, and the first stays what it is."""

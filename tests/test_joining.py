@@ -22,7 +22,7 @@ from tests.patience import PATIENCE, wait_until
 from utils import nodes
 from utils.processes import free_port
 
-pytestmark = [pytest.mark.part02, pytest.mark.slow, pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.part02, pytest.mark.weekly, pytest.mark.xdist_group("ray")]
 
 RAY = [nodes.python(), "-m", "ray.scripts.scripts"]  # what `ray` is
 # Who has joined also finds the cluster's state and jobs, and so do the commands it starts.
@@ -175,7 +175,6 @@ def test_no_token_or_a_wrong_one_is_said(protected, tmp_path):
             assert f"{asks}, and {what}: run `ray get-auth-token` on its head" in last
 
 
-@pytest.mark.weekly
 def test_the_doctor_says_it_too(protected, tmp_path):
     doctor = "from utils import doctor; print(doctor.ray())"
     joined = run([sys.executable, "-c", doctor], protected)
@@ -214,7 +213,6 @@ def submit(there: Head, script: str, *arguments) -> list[str]:
     """{"WORKSHOP_STORAGE": "/shared"}}' -- """
     "python 02-ddp-pytorch-ray/train_ray_ddp.py --num-workers 4"
 )
-@pytest.mark.weekly  # tests/test_nodes.py does it on several machines
 @pytest.mark.parametrize("variables", [False, True])
 def test_a_script_is_submitted_as_a_job(protected, tmp_path, variables):
     """Its lines are those of a laptop, also with what the job brings along."""

@@ -252,7 +252,7 @@ def lab(first) -> Lab:
     return first[0]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_it_opens_with_its_kernel_and_its_contents_in_sight(first):
     _, seen = first
     assert seen["kernel"] == "Python (Ray Train)"
@@ -260,7 +260,7 @@ def test_it_opens_with_its_kernel_and_its_contents_in_sight(first):
     assert len(seen["contents"]) > 10
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_an_exercise_says_what_is_wrong_and_what_is_right(lab):
     index = lab.cell('check("split a batch"')
     answer = "def share(batch, rank, world_size):\n    return {}\n\n"
@@ -272,7 +272,7 @@ def test_an_exercise_says_what_is_wrong_and_what_is_right(lab):
     assert lab.browser("answered", index) == "Right!"
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_stop_leaves_no_process_of_the_ranks(lab, tmp_path):
     index = lab.cell('check("bytes per step"')
     before = lab.processes()  # the server that ranks are forked from stays
@@ -286,20 +286,20 @@ def test_stop_leaves_no_process_of_the_ranks(lab, tmp_path):
     assert lab.browser("answered", index) == "2"
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_long_cell_shows_that_it_is_at_work(lab, tmp_path):
     index, seen = lab.cell('check("mean loss"'), str(tmp_path / "seen")
     lab.browser("send", index, LONG.format(seen=seen))
     lab.browser("bar", index, seen)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_link_at_its_top_leads_to_the_next_notebook(lab):
     title = notebooks.title(ROOT / SECOND)
     assert lab.browser("follow", title, SECOND.as_posix()).startswith(title)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_nothing_left_the_machine_and_nothing_complained(lab):
     """After all that the tests above did."""
     kept_to_itself(lab)

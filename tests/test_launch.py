@@ -212,7 +212,7 @@ def gather_pairs_with_two_threads(pairs: int) -> None:
         time.sleep(PATIENCE)  # the other rank has crashed: that is the error to name
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_gathers_leave_a_group_of_gloo_alive():
     assert run_ranks(gather_pairs, 2, 10_000) == [None, None]
 

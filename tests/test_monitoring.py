@@ -11,7 +11,7 @@ from tests import scripts
 from tests.patience import PATIENCE, wait_until
 from utils.processes import free_port
 
-pytestmark = [pytest.mark.part02, pytest.mark.slow, pytest.mark.xdist_group("ray")]
+pytestmark = pytest.mark.part02
 
 produce = scripts.load(
     scripts.ROOT / "02-ddp-pytorch-ray/cluster/monitoring/produce.py"
@@ -81,6 +81,8 @@ def said(address: str, number: str, expected: float) -> float:
     return values[-1]
 
 
+@pytest.mark.weekly
+@pytest.mark.xdist_group("ray")
 def test_the_numbers_are_those_of_the_run(known):
     address, running = known
     assert said(address, TASKS, 20) == 20
@@ -105,6 +107,8 @@ def test_the_numbers_are_those_of_the_run(known):
     assert spilled == pytest.approx(whole * OBJECT, rel=0.001)
 
 
+@pytest.mark.weekly
+@pytest.mark.xdist_group("ray")
 def test_every_target_answers_and_another_name_does_not(known):
     address, _ = known
 

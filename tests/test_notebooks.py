@@ -1,6 +1,7 @@
 """The notebooks keep to the design, and comparing their outputs bites."""
 
 import ast
+import inspect
 import json
 import re
 import subprocess
@@ -268,6 +269,83 @@ def test_a_side_trip_that_needs_another_is_seen():
     cells = [code("a = 1"), text("## Going deeper"), text("### One"), code("b = a")]
     cells += [text("### Two"), code("c = a\nprint(c, b)"), text("## Read next")]
     assert taken_from_other_trips(cells) == {"Two": {"b"}}
+
+
+def imported(tree: ast.AST) -> dict[str, object]:
+    """Return what a program imports from `utils`, by the name that it has there.
+
+    Raises:
+        ImportError: it is not there.
+    """
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("utils"):
+            for alias in node.names:
+                of_module = f"from {node.module} import {alias.name} as it"
+                exec(of_module, theirs := {})
+                found[alias.asname or alias.name] = theirs["it"]
+    return found
+
+
+def wrong_calls(source: str) -> list[str]:
+    """Return the calls of `utils` with arguments that these functions do not take.
+
+    Raises:
+        AttributeError: a module of `utils` does not have what is used of it.
+    """
+    tree = ast.parse(source)
+    known, wrong = imported(tree), []
+    for node in ast.walk(tree):  # what has its name twice may be another thing
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.arg):
+            known.pop(getattr(node, "name", None) or getattr(node, "arg", None), None)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            known.pop(node.id, None)
+
+    def value(node: ast.AST) -> object:
+        if isinstance(node, ast.Name):
+            return known.get(node.id)
+        if isinstance(node, ast.Attribute):
+            owner = value(node.value)
+            return getattr(owner, node.attr) if inspect.ismodule(owner) else None
+        return None
+
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            value(node)
+        if not isinstance(node, ast.Call) or not callable(called := value(node.func)):
+            continue
+        if any(isinstance(each, ast.Starred) for each in node.args):
+            continue
+        names = {each.arg: None for each in node.keywords if each.arg}
+        whole = len(names) == len(node.keywords)
+        signature = inspect.signature(called)
+        try:
+            bind = signature.bind if whole else signature.bind_partial
+            bind(*node.args, **names)
+        except TypeError as error:
+            wrong.append(f"{ast.unparse(node.func)}: {error}")
+    return wrong
+
+
+@pytest.mark.parametrize("path", notebooks.all_notebooks(), ids=name)
+def test_utils_take_the_arguments_that_cells_give(path):
+    """Also those of side trips, which are not executed in every change."""
+    transform = TransformerManager().transform_cell
+    assert wrong_calls("\n".join(map(transform, notebooks.code(path)))) == []
+
+
+def test_a_wrong_call_of_utils_is_seen():
+    start = "from utils import comms\nfrom utils.launch import run_ranks as run\n"
+    assert wrong_calls(start + "run(print, 2, timeout=1)\nrun(*a)\nrun(f, **b)") == []
+    (said,) = wrong_calls(start + "run(print, ranks=2)")
+    assert said.startswith("run: missing a required argument")
+    (said,) = wrong_calls(start + "run(print, 2, limit=2)")
+    assert said == "run: got an unexpected keyword argument 'limit'"
+    assert wrong_calls(start + "def run(): ...\nrun()") == []
+    with pytest.raises(AttributeError, match="no attribute 'gone'"):
+        wrong_calls(start + "comms.gone()")
+    with pytest.raises(ImportError, match="cannot import name 'gone'"):
+        wrong_calls("from utils.launch import gone")
 
 
 def test_links_are_rendered(notebook):

@@ -49,7 +49,7 @@ def test_ranks_do_not_warn_of_a_network_without_names(monkeypatch):
     assert run.returncode == 0 and run.stderr == ""
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_torch_warns_where_a_name_is_missing(monkeypatch):
     """The control, which also shows that a level that was set stays."""
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "WARNING")

@@ -131,7 +131,7 @@ def test_a_seat_gets_a_folder_that_nobody_else_has_made(there, tmp_path):
         own.unlink() if own.is_symlink() else own.rmdir()
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.xdist_group("ray")
 def test_a_seat_trains_in_a_ray_of_its_own_and_leaves_nothing(tmp_path):
     with one_machine.hub(tmp_path, "ann") as hub:

@@ -26,10 +26,9 @@ WORKERS = (1, 2, 3)
 
 def runs(*strategies: dict) -> pytest.MarkDecorator:
     """Return each strategy with 1, 2 and 3 workers; `make test` runs those with 2."""
+    marks = {1: [pytest.mark.weekly], 2: [], 3: [pytest.mark.slow]}
     chosen = [
-        pytest.param(
-            n, name, id=f"{n} workers-{name}", marks=[pytest.mark.slow] * (n != 2)
-        )
+        pytest.param(n, name, id=f"{n} workers-{name}", marks=marks[n])
         for n in WORKERS
         for names in strategies
         for name in names
@@ -184,7 +183,7 @@ def sharded_state(name: str) -> float:
     return memory.predict(here, 2, stage=3).total
 
 
-@pytest.mark.slow
+@pytest.mark.weekly  # 03/04 proves it in every change
 @pytest.mark.parametrize("name", two_dimensions.LAYOUTS)
 def test_a_grid_of_ranks_equals_one_process(name):
     distance = on_a_grid()[name]
@@ -194,14 +193,14 @@ def test_a_grid_of_ranks_equals_one_process(name):
     assert distance["state"] == pytest.approx(sharded_state(name), rel=0.01)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("name", two_dimensions.CONTROLS)
 def test_a_mistake_on_a_grid_is_seen(name):
     assert on_a_grid()[name]["gradient"] > 1e6 * FLOAT64
     assert on_a_grid()[name]["gradient32"] > 1e3 * FLOAT32
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_sharding_that_shards_nothing_is_seen_by_its_bytes_alone():
     """A negative control: a model that stays whole trains like one process, too."""
     fake = on_a_grid()["shards nothing"]

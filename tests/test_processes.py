@@ -104,7 +104,7 @@ def test_the_disk_is_that_to_which_ray_writes(names, tmp_path, monkeypatch):
     assert (processes.DISK_SHARE in os.environ) == (not names)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.xdist_group("ray")
 def test_ray_obeys_these_variables():
     """With hardly any share of the disk, what does not fit the object store is refused.

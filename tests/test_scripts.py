@@ -89,28 +89,28 @@ def saved_state(folder: Path) -> dict:
     return max(states, key=lambda state: state["epoch"])
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_both_scripts_learn(trained):
     """To 95% in a third epoch, which the notebooks train."""
     ddp, ray = (saved_state(folder)["accuracy"] for folder, _ in trained.values())
     assert ddp == ray >= 0.9
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_ray_replaced_a_worker_that_was_killed(trained):
     """And the run went on from its checkpoint: it ends with torchrun's weights, below."""
     folder, _ = trained[scripts.TRAIN_RAY_DDP]
     assert (folder / "killed").read_text() == "one of 2"
 
 
-@pytest.mark.slow
+@pytest.mark.weekly  # 02/02 compares them in every change
 def test_both_scripts_end_with_the_same_weights(trained):
     ddp, ray = (saved_state(folder)["model"] for folder, _ in trained.values())
     for name, value in ddp.items():
         torch.testing.assert_close(value, ray[name], rtol=0, atol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     "path", [scripts.TRAIN_DDP, scripts.TRAIN_RAY_DDP], ids=lambda path: path.name
 )

@@ -275,7 +275,7 @@ def test_help_is_the_first_line_and_every_option(path, monkeypatch, capsys):
     assert {"--checkpoint-dir", "--fresh", "--smoke-test"} <= set(out.split())
 
 
-@pytest.mark.slow
+@pytest.mark.weekly  # tests/test_command_line.py, in every change
 def test_under_torchrun_the_sentence_is_the_last_thing_one_reads():
     """Said once, in torchrun's summary."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

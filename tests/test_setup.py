@@ -294,7 +294,8 @@ def test_lab_listens_on_this_machine_only(clone):
         (["test", "PART=02"], "--nbval -n 2 -m part02 and not weekly"),
         (
             ["test-all"],
-            "--nbval -n 2 -m not weekly and not elective --note-run=test-all",
+            "--nbval -n 2 -m not weekly and not side_trip and not elective "
+            "--note-run=test-all",
         ),
         (["test-weekly"], "-m weekly --note-run=test-weekly"),
     ],

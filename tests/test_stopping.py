@@ -5,6 +5,7 @@ import functools
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -113,23 +114,30 @@ def assert_equal(ours: dict, theirs: dict) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.slow
-def test_a_run_that_is_stopped_in_its_middle_goes_on_and_ends_the_same(tmp_path):
-    script = DDP  # all of them: the weekly test below
-    undisturbed = Job(script, tmp_path / "undisturbed")
-    assert undisturbed.end() == 0, "".join(undisturbed.lines)
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> Path:
+    """Return the folder of a run of train_ddp.py that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    job = Job(DDP, folder)
+    assert job.end() == 0, "".join(job.lines)
+    return folder
 
-    folder = tmp_path / "stopped"
-    first = Job(script, folder)
+
+@pytest.mark.slow
+def test_a_run_that_is_stopped_in_its_middle_goes_on_and_ends_the_same(
+    undisturbed, tmp_path
+):
+    """All scripts: the weekly test below."""
+    first = Job(DDP, tmp_path)
     first.wait_for(re.escape(first.middle))
     first.stop()
     assert first.end() != 0
     said = first.said("stopped (in|after)")
     assert said and "saved, and the same command goes on" in said, "".join(first.lines)
-    again = Job(script, folder)
+    again = Job(DDP, tmp_path)
     assert again.end() == 0, "".join(again.lines)
     assert again.said("goes on after"), "".join(again.lines)
-    assert_equal(final(script, folder), final(script, tmp_path / "undisturbed"))
+    assert_equal(final(DDP, tmp_path), final(DDP, undisturbed))
 
 
 @pytest.mark.weekly
@@ -260,10 +268,11 @@ def kill_family(pid: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_another_run_survives_a_restart_by_torchrun(tmp_path):
+def test_a_checkpoint_of_another_run_survives_a_restart_by_torchrun(
+    undisturbed, tmp_path
+):
     """The refusal is a failure, too, after which torchrun starts the ranks again."""
-    first = Job(DDP, tmp_path)
-    assert first.end() == 0, "".join(first.lines)
+    shutil.copytree(undisturbed, tmp_path, dirs_exist_ok=True)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     finished = Job(DDP, tmp_path)
     assert finished.end() == 0

@@ -71,7 +71,13 @@ def check_delivery(epochs, num_rows, num_workers):
 
 @pytest.mark.parametrize(
     ("num_workers", "shuffle"),
-    [(1, "files"), (1, "global"), (2, None), (2, "files"), (3, "global")],
+    [
+        (1, "files"),
+        (2, None),
+        (2, "files"),
+        pytest.param(1, "global", marks=pytest.mark.weekly),
+        pytest.param(3, "global", marks=pytest.mark.weekly),
+    ],
 )
 def test_every_row_once_per_epoch(shards, num_workers, shuffle):
     paths = [str(path) for path in shards]

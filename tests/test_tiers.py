@@ -134,6 +134,34 @@ def test_marks_choose_and_a_failed_cell_brings_its_notebook(project):
     assert project.started.read_text().count("\n") == 1
 
 
+def test_side_trips_are_run_with_their_part_and_do_not_gate(project):
+    path = project.folder / "02-part" / "02_second.ipynb"
+    project.notebook("02-part/02_second.ipynb", "a = 1", "1 / 0", "b = 1 / 0", "a + 1")
+    cells = nbformat.read(path, nbformat.NO_CONVERT).cells
+    texts = ["# A lesson", "## Going deeper\n\n### Why?", "### How?", "## Read next"]
+    for place, text in enumerate(texts):
+        cells.insert(2 * place, nbformat.v4.new_markdown_cell(text))
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
+    found = project.run("--nbval-lax", "-m", "not weekly and not side_trip", "02-part")
+    output = found.pop("output")
+    main = ["02_second.ipynb::Cell 0", "02_second.ipynb::Cell 3"]
+    assert found == dict.fromkeys(main, "PASSED"), output
+    found = project.run("--nbval-lax", "-m", "part02 and not weekly", "02-part")
+    assert found["02_second.ipynb::Cell 1"] == "FAILED"
+
+
+def test_side_trips_of_lessons_are_cells_of_code():
+    lessons = [p for p in notebooks.all_notebooks() if p.stem != "solutions"]
+    for path in lessons:
+        trips = tiers.in_side_trips(path)
+        cells = nbformat.read(path, as_version=4).cells
+        code = [cell.id for cell in cells if cell.cell_type == "code"]
+        (heading,) = [n for n, c in enumerate(cells) if c.source.startswith("## Going")]
+        below = {cell.id for cell in cells[heading:] if cell.cell_type == "code"}
+        assert trips and {code[number] for number in trips} <= below, path
+        assert {code[number] for number in trips} >= below - {code[-1]}, path
+
+
 NOTE = """
 import os, pytest, time
 from pathlib import Path
@@ -243,7 +271,13 @@ def test_what_hangs_is_stopped_and_the_others_go_on(project):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("source", ["1 / 0", "import time; time.sleep(10_000)"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "1 / 0",
+        pytest.param("import time; time.sleep(10_000)", marks=pytest.mark.weekly),
+    ],
+)
 def test_below_a_cell_that_failed_none_is_run(project, source):
     note = "open('../ran', 'a').write('{}')".format
     cells = [note("a"), source, note("b"), note("c")]

@@ -2,16 +2,20 @@
 
 `make test` runs what has no mark, `make test-all` also what is marked `slow`, and
 `make test-weekly` what is marked `weekly`. `make test PART=02` runs what is marked
-`part02`, slow or not. This module only marks: what a command runs stands in the Makefile.
+`part02`, slow or not, with the side trips of its lessons. This module only marks: what a
+command runs stands in the Makefile.
 """
 
+import functools
 import re
 from pathlib import Path
 
+import nbformat
 import pytest
 from nbval.plugin import IPyNbCell
 
 from tests.tools import notebooks
+from tests.tools.notebooks.outline import going_deeper
 from utils.electives import missing
 
 COLLECTED: set[str] = set()  # the names of all tests of this run
@@ -22,6 +26,15 @@ PART = re.compile(r"(?:^|[/\[])(0\d)-[a-z]")  # a numbered folder, in the name o
 def is_quick(notebook: Path) -> bool:
     """Return whether `make test` executes it: a part's first one, and the solutions."""
     return notebook.name.startswith("01_") or notebook.stem == "solutions"
+
+
+@functools.cache
+def in_side_trips(notebook: Path) -> set[int]:
+    """Return the numbers of a lesson's cells of code that its main line does not need."""
+    cells = nbformat.read(notebook, as_version=4).cells
+    aside = {id(cell) for cell in going_deeper(cells)}
+    code = (cell for cell in cells if cell.cell_type == "code")
+    return {number for number, cell in enumerate(code) if id(cell) in aside}
 
 
 def pytest_configure(config):
@@ -44,8 +57,12 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(
                     pytest.mark.skip(reason="not installed: `make electives`")
                 )
-        elif isinstance(item, IPyNbCell) and not is_quick(item.path):
-            item.add_marker("slow")
+        elif isinstance(item, IPyNbCell):
+            aside = item.cell_num in in_side_trips(item.path)
+            if aside:
+                item.add_marker("side_trip")
+            if aside or not is_quick(item.path):
+                item.add_marker("slow")
 
 
 def pytest_collection_finish(session):

@@ -35,7 +35,8 @@ def rows() -> list[Row]:
     missing = len(lessons) - len(found)
     if missing:
         what = "notebooks that were not executed under nbval since they changed"
-        note = "run `make test-all`, then `python -m tests.tools.benchmarks executing`"
+        note = "run `pytest --nbval` on them, then "
+        note += "`python -m tests.tools.benchmarks executing`"
         found.append(Row(10, what, "", str(missing), note=note))
     return found
 

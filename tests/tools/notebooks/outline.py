@@ -44,12 +44,16 @@ def main_line(cells: list) -> list:
     return list(itertools.takewhile(lambda c: not begins(SIDE_TRIPS, c), cells))
 
 
+def going_deeper(cells: list) -> list:
+    """Return the cells between the heading "Going deeper" and the next one like it."""
+    below = cells[len(main_line(cells)) + 1 :]
+    return list(itertools.takewhile(lambda c: not begins(END, c), below))
+
+
 def side_trips(cells: list) -> dict[str, list]:
     """Return the cells of each side trip, by its heading."""
     found: dict[str, list] = {}
-    for cell in cells[len(main_line(cells)) + 1 :]:
-        if begins(END, cell):
-            break
+    for cell in going_deeper(cells):
         if heading := begins(TRIP, cell):
             found[heading[1]] = []
         found[next(reversed(found))].append(cell)
