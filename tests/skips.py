@@ -30,7 +30,7 @@ def outside_venv() -> bool:
 
 
 def installs_nothing() -> bool:
-    """Return whether this is not CI as root, where .ci/run installs what tests need."""
+    """Return whether this is not CI as root, where .ci/run installs what its tests need."""
     return not (os.environ.get("CI") and os.geteuid() == 0)
 
 

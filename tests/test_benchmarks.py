@@ -358,6 +358,7 @@ def test_an_unknown_part_is_named(capsys):
     assert "There is no part everything: choose from exact" in capsys.readouterr().out
 
 
+@pytest.mark.weekly
 def test_what_torchrun_starts_imports_no_more_than_a_script_does():
     """Else Ray Train's start would be compared with one that imports Ray as well."""
     loaded = "import sys, tests.tools.benchmarks.loop; print(*sys.modules)"
@@ -384,6 +385,7 @@ def saved_and_reported() -> tuple[int, int]:
     return measured.save()[1], sum(sizes)
 
 
+@pytest.mark.weekly
 def test_a_report_of_the_script_is_measured_and_saves_what_the_plain_save_does():
     [(plain, reported)] = run_ranks(saved_and_reported, 1)
     assert plain < reported < 1.001 * plain  # the report has the generators, too

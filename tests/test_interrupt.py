@@ -132,7 +132,7 @@ def test_stop_in_the_middle_of_run_ranks(kernel, tmp_path):
     assert kernel.run(works) == ("ok", "['0', '1']")
 
 
-@pytest.mark.weekly  # tests/test_lab.py presses stop in every change
+@pytest.mark.weekly  # that of run_ranks, above, in every change
 def test_stop_in_the_middle_of_a_fit(kernel, tmp_path):
     assert kernel.run(RANKS + FIT)[0] == "ok"
     there = [tmp_path / "0", tmp_path / "1"]

@@ -22,7 +22,7 @@ from tests.patience import PATIENCE, wait_until
 from utils import nodes
 from utils.processes import free_port
 
-pytestmark = [pytest.mark.part02, pytest.mark.weekly, pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.part02, pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
 RAY = [nodes.python(), "-m", "ray.scripts.scripts"]  # what `ray` is
 # Who has joined also finds the cluster's state and jobs, and so do the commands it starts.
@@ -94,18 +94,17 @@ def head(home: Path, mode: str):
 
 
 @pytest.fixture(scope="module")
-def heads(tmp_path_factory):
-    """Yield a head that asks for a token, and one that does not."""
-    with contextlib.ExitStack() as stack:
-        yield [
-            stack.enter_context(head(tmp_path_factory.mktemp(mode) / "home", mode))
-            for mode in ("token", "disabled")
-        ]
+def protected(tmp_path_factory):
+    """Yield a head that asks for a token."""
+    with head(tmp_path_factory.mktemp("protected") / "home", "token") as there:
+        yield there
 
 
 @pytest.fixture(scope="module")
-def protected(heads):
-    return heads[0]
+def unprotected(tmp_path_factory):
+    """Yield a head that does not."""
+    with head(tmp_path_factory.mktemp("unprotected") / "home", "disabled") as there:
+        yield there
 
 
 # For those that are refused; else Ray tries for longer.
@@ -125,13 +124,14 @@ def run(command: list, there: Head, **environment) -> subprocess.CompletedProces
     )
 
 
-def test_a_token_that_is_here_is_sent(heads):
+@pytest.mark.parametrize(
+    "which", ["protected", pytest.param("unprotected", marks=pytest.mark.weekly)]
+)
+def test_a_token_that_is_here_is_sent(which, request):
     """To an open cluster as well: who ever started a Ray of their own has one."""
-    python, stale = [sys.executable, "-c", JOIN], {"RAY_API_SERVER_ADDRESS": STALE}
-    with ThreadPoolExecutor() as threads:
-        joined = threads.map(lambda there: run(python, there, **stale), heads)
-        for there, done in zip(heads, joined, strict=True):
-            assert_finds_all(done, there)
+    there = request.getfixturevalue(which)
+    done = run([sys.executable, "-c", JOIN], there, RAY_API_SERVER_ADDRESS=STALE)
+    assert_finds_all(done, there)
 
 
 NOT_JOINED = """
@@ -145,6 +145,7 @@ except BadInput:
 """
 
 
+@pytest.mark.weekly
 def test_who_has_not_joined_asks_whom_they_asked_before(protected, tmp_path):
     cases = [{}, {"RAY_API_SERVER_ADDRESS": STALE}]
     python, none = [sys.executable, "-c", NOT_JOINED], {"HOME": str(tmp_path)} | SHORT
@@ -175,6 +176,7 @@ def test_no_token_or_a_wrong_one_is_said(protected, tmp_path):
             assert f"{asks}, and {what}: run `ray get-auth-token` on its head" in last
 
 
+@pytest.mark.weekly
 def test_the_doctor_says_it_too(protected, tmp_path):
     doctor = "from utils import doctor; print(doctor.ray())"
     joined = run([sys.executable, "-c", doctor], protected)
@@ -213,6 +215,7 @@ def submit(there: Head, script: str, *arguments) -> list[str]:
     """{"WORKSHOP_STORAGE": "/shared"}}' -- """
     "python 02-ddp-pytorch-ray/train_ray_ddp.py --num-workers 4"
 )
+@pytest.mark.weekly  # tests/test_nodes.py does it on several machines
 @pytest.mark.parametrize("variables", [False, True])
 def test_a_script_is_submitted_as_a_job(protected, tmp_path, variables):
     """Its lines are those of a laptop, also with what the job brings along."""

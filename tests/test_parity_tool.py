@@ -216,7 +216,7 @@ def odd_reports() -> dict[str, parity.Report]:
     return parity.check_all(odd_programs.RIGHT | wrong, world_sizes=(2,))
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("name", odd_programs.RIGHT | odd_programs.WRONG)
 def test_programs_of_many_styles(name):
     report = odd_reports()[name]

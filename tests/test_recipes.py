@@ -33,7 +33,7 @@ def test_a_line_gets_its_word(line, word, said):
     assert found[1].endswith(said) and bool(found[1]) == bool(said)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_stand_in_has_everything():
     program = (
         "from utils.recipes import stand_in; stand_in('lightning', 'none'); "

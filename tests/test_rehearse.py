@@ -31,6 +31,7 @@ def seat(folder: Path, source: str) -> Path:
     "make rehearse SEATS=seats.txt",
     ".venv/bin/python -m tests.tools.rehearse seats.txt --lessons 02/01 02/02",
 )
+@pytest.mark.weekly
 def test_two_seats_one_of_which_fails(tmp_path, monkeypatch, capsys):
     good = seat(tmp_path / "a seat", "print('Proved: it runs')")
     bad = seat(tmp_path / "bad", "1 / 0")

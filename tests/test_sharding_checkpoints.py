@@ -69,7 +69,7 @@ def kill_one(job: subprocess.Popen, workers: Callable, saved: Callable) -> str:
     return output
 
 
-@pytest.mark.weekly  # 01/03 and 02/04 kill workers in every change
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "launcher", "workers"),
     [
@@ -78,7 +78,7 @@ def kill_one(job: subprocess.Popen, workers: Callable, saved: Callable) -> str:
             [],
             scripts.workers_of_ray,
             id="FSDP2, Ray",
-            marks=pytest.mark.xdist_group("ray"),
+            marks=[pytest.mark.weekly, pytest.mark.xdist_group("ray")],
         ),
         pytest.param(DEEPSPEED, TORCHRUN, psutil.Process.children, id="ZeRO, torchrun"),
     ],

@@ -284,7 +284,7 @@ def test_a_checkpoint_of_another_run_survives_a_restart_by_torchrun(
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-@pytest.mark.weekly  # 01/03 lets a node join in every change
+@pytest.mark.weekly
 def test_one_node_grows_to_two_without_a_restart_to_spare(tmp_path):
     """torchrun stops the ranks there are, and starts them with those of the new node."""
     at = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]

@@ -92,8 +92,15 @@ def test_every_row_once_per_epoch(shards, num_workers, shuffle):
         assert epochs[0] != epochs[1]  # another order in the second epoch
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("num_workers", [2, pytest.param(3, marks=pytest.mark.weekly)])
+@pytest.mark.parametrize(
+    ("num_workers", "shuffle"),
+    [
+        (2, True),
+        pytest.param(2, False, marks=pytest.mark.weekly),
+        pytest.param(3, True, marks=pytest.mark.weekly),
+        pytest.param(3, False, marks=pytest.mark.weekly),
+    ],
+)
 @settings(max_examples=4, deadline=None, derandomize=True)
 @given(blocks=st.lists(st.integers(0, 40), min_size=1, max_size=6))
 def test_equal_steps_whatever_the_blocks(num_workers, shuffle, blocks):

@@ -1,9 +1,9 @@
 """Which tests run when (a plugin of pytest): the rule for notebooks, and `--lf` of them.
 
-`make test` runs what has no mark, `make test-all` also what is marked `slow`, and
-`make test-weekly` what is marked `weekly`. `make test PART=02` runs what is marked
-`part02`, slow or not, with the side trips of its lessons. This module only marks: what a
-command runs stands in the Makefile.
+`make test` runs what has no mark, `make test-all` also what is `slow` and no `side_trip`,
+and `make test-weekly` what is marked `weekly`. `make test PART=02` runs what is marked
+`part02`, slow or not, with side trips. This module only marks: what a command runs stands
+in the Makefile.
 """
 
 import functools
@@ -24,7 +24,7 @@ PART = re.compile(r"(?:^|[/\[])(0\d)-[a-z]")  # a numbered folder, in the name o
 
 
 def is_quick(notebook: Path) -> bool:
-    """Return whether `make test` executes it: a part's first one, and the solutions."""
+    """Return whether `make test` has it: a part's first one (main line), the solutions."""
     return notebook.name.startswith("01_") or notebook.stem == "solutions"
 
 
