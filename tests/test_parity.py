@@ -25,6 +25,10 @@ WORKERS = (1, 2, 3)
 
 
 def tier(num_workers: int, strategies: dict) -> list[pytest.MarkDecorator]:
+    """Return when a test with so many workers runs, as marks.
+
+    Three cut a tensor into unequal shards, so they gate a change where it is sharded.
+    """
     if num_workers == 2:
         return []
     gates = num_workers == 3 and strategies is sharding.STRATEGIES
@@ -32,10 +36,7 @@ def tier(num_workers: int, strategies: dict) -> list[pytest.MarkDecorator]:
 
 
 def runs(*strategies: dict) -> pytest.MarkDecorator:
-    """Return each strategy with 1, 2 and 3 workers; `make test` runs those with 2.
-
-    Three cut a tensor into unequal shards, and so they gate a change where it is sharded.
-    """
+    """Return each strategy with 1, 2 and 3 workers; `make test` runs those with 2."""
     chosen = [
         pytest.param(n, name, id=f"{n} workers-{name}", marks=tier(n, names))
         for n in WORKERS
