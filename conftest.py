@@ -1,28 +1,28 @@
-"""What every test and compared notebook runs in: CPU, one thread, own Ray and folder.
+"""What every test and compared notebook runs in, and which of them run when.
 
-Besides, the fixture that several files of tests use.
+Tests run on the CPU, with one thread, in a Ray and folders of their own. Marks say when a
+test runs (pyproject.toml), and notebooks get theirs here, by where they stand.
 """
 
+import functools
 import importlib
+import importlib.util
 import os
 import shutil
 import signal
 import subprocess
 import sysconfig
 import tempfile
-import uuid
 from pathlib import Path
 
-import nbval.kernel
+import nbformat
 import pytest
-from jupyter_client.manager import KernelManager
-from nbval.plugin import IPyNbCell, IPyNbFile
+from nbval.plugin import IPyNbCell
 
-from tests import scripts
-from tests.patience import PATIENCE
+from tests import kernels  # noqa: F401  it changes how nbval starts them
 from tests.tools.notebooks.execution import RECORDING_ENVIRONMENT, end_left_over
-
-pytest_plugins = ["tests.tiers", "tests.lanes", "tests.skips", "tests.tools.seconds"]
+from tests.tools.notebooks.outline import going_deeper
+from tests.waiting import TIMEOUT_S
 
 os.environ.update(RECORDING_ENVIRONMENT)
 importlib.import_module("utils")  # before Ray: it sets what that reads
@@ -43,81 +43,115 @@ names += [path.stem for path in ROOT.glob("0*/*.py")]
 os.environ["PYTHONWARNINGS"] = ",".join(
     f"error:::{name.removesuffix('.__init__')}" for name in names
 )
-# What a learner made beside the lessons is not compared with anything.
-collect_ignore_glob = ["*-solved.ipynb", "*-solved-?.ipynb", "*-mine.*", "*-mine-?.*"]
-_setup, _teardown = IPyNbFile.setup, IPyNbFile.teardown
+if importlib.util.find_spec("lightning") is None:  # no `make electives` yet
+    collect_ignore_glob = ["*/electives/*.ipynb"]
+
+# In CI a skipped test is a failure, since .ci/run installs what tests need, except here.
+MAY_BE_SKIPPED_IN_CI = {
+    "kubectl is not installed here",
+    "a chart's schema is not here and cannot be downloaded",
+    "this user may not mount a disk to fill up",
+    "this user may not make network namespaces",
+}
+RAYS = pytest.StashKey[set[Path]]()  # those that were there before a test
 
 
 def pytest_configure(config):
     os.environ["WORKSHOP_STORAGE"] = tempfile.mkdtemp(prefix="workshop-tests-")
+    # Ray's path of a socket has to be short, so it is not pytest's folder.
+    os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
     # nbval's own is a minute, in which a busy host may not start one
-    config.option.nbval_kernel_startup_timeout = PATIENCE
+    config.option.nbval_kernel_startup_timeout = TIMEOUT_S
 
 
-def pytest_report_header(config):
+def pytest_report_header():
     """Say where tests write: a disk that is nearly full fails those that spill objects."""
     disk = shutil.disk_usage(tempfile.gettempdir())
     free, total = disk.free / 2**30, disk.total / 2**30
-    return f"free on {tempfile.gettempdir()}: {free:.1f} of {total:.1f} GiB"
+    return [
+        f"free on {tempfile.gettempdir()}: {free:.1f} of {total:.1f} GiB",
+        "where a test fails, the logs of its Ray stay in /tmp/ray-*",
+    ]
 
 
-def pytest_unconfigure(config):
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(exitstatus):
     """End what tests left behind, as one that was stopped by its time limit; clean up."""
     end_left_over({"WORKSHOP_STORAGE": os.environ["WORKSHOP_STORAGE"]})
     shutil.rmtree(os.environ["WORKSHOP_STORAGE"], ignore_errors=True)
+    if not exitstatus:  # else Ray's logs may say why a test failed
+        shutil.rmtree(os.environ["RAY_TMPDIR"], ignore_errors=True)
 
 
-class KernelWithoutPorts(KernelManager):
-    """A kernel's sockets are files: a free port may be taken before the kernel has it."""
-
-    def __init__(self, **options):
-        # the path of a socket has to be short, as those of Ray, see tests/lanes.py
-        file = Path(os.environ["RAY_TMPDIR"], f"kernel-{uuid.uuid4().hex}.json")
-        super().__init__(transport="ipc", connection_file=str(file), **options)
-
-
-nbval.kernel.KernelManager = KernelWithoutPorts
+@functools.cache
+def side_trips(notebook: Path) -> set[int]:
+    """Return the numbers of the code cells that a lesson's main line does not need."""
+    cells = nbformat.read(notebook, as_version=4).cells
+    aside = {id(cell) for cell in going_deeper(cells)}
+    code = (cell for cell in cells if cell.cell_type == "code")
+    return {number for number, cell in enumerate(code) if id(cell) in aside}
 
 
-def setup(self):
-    """Start a notebook's kernel, marked, so that all it starts can be found again."""
-    self.marker = {"WORKSHOP_KERNEL": uuid.uuid4().hex}
-    before = dict(os.environ)
-    kernels = scripts.environment() | RECORDING_ENVIRONMENT | self.marker
-    # Where ipykernel sees this variable it does not capture the output of `!commands`.
-    del kernels["PYTEST_CURRENT_TEST"]
-    os.environ.clear()
-    os.environ.update(kernels)
-    try:
-        _setup(self)
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+@functools.cache
+def starts_ray(notebook: Path) -> bool:
+    text = notebook.read_text()
+    return "start_ray" in text or "--num-workers" in text
 
 
-def teardown(self):
-    """Stop a notebook's kernel, and end whatever it left behind."""
-    _teardown(self)
-    end_left_over(self.marker)
+@pytest.hookimpl(tryfirst=True)  # before pytest chooses by marks, and xdist by groups
+def pytest_collection_modifyitems(items):
+    """Mark cells of notebooks by where they stand, and say which tests share a process."""
+    for item in items:
+        if isinstance(item, IPyNbCell):
+            first = item.path.name.startswith("01_") or item.path.stem == "solutions"
+            if item.path.parent.name == "electives" or item.cell_num in side_trips(
+                item.path
+            ):
+                item.add_marker("weekly")
+            elif not first:
+                item.add_marker("slow")
+            if starts_ray(item.path):
+                item.add_marker("ray")
+        # Two Rays on one machine take each other's ports, so all that starts one is in
+        # one process of xdist; and a file is, as its tests share fixtures or a kernel.
+        group = "ray" if item.get_closest_marker("ray") else item.path.stem
+        if not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(group))
 
 
-IPyNbFile.setup, IPyNbFile.teardown = setup, teardown
+def started_rays() -> set[Path]:
+    """Return the folders of the Rays that this process and those below it have started."""
+    return set(Path(os.environ["RAY_TMPDIR"]).glob("ray/session_2*"))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
     """Run no cell below one that failed: it would only fail for that, and take its time."""
+    item.stash[RAYS] = started_rays()
     failed = isinstance(item, IPyNbCell) and getattr(item.parent, "failed", None)
     if failed:
         pytest.xfail(f"not run, as {failed} failed")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item):
+    """Fail a test that starts a Ray without saying so."""
+    result = yield
+    if started_rays() - item.stash[RAYS] and not item.get_closest_marker("ray"):
+        pytest.fail("It starts a Ray: mark it with `pytest.mark.ray`.", pytrace=False)
+    return result
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_makereport(item):
-    """Note a cell that failed; one that is to raise and does has passed."""
+    """Note a cell that failed; in CI, a test that was skipped proves nothing: it fails."""
     report = yield
     if isinstance(item, IPyNbCell) and report.failed:
         item.parent.failed = item.name
+    if os.environ.get("CI") and report.skipped and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[2].removeprefix("Skipped: ")
+        if reason not in MAY_BE_SKIPPED_IN_CI:
+            report.outcome, report.longrepr = "failed", f"skipped in CI: {reason}"
     return report
 
 
@@ -127,7 +161,7 @@ def small_disk(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)]
-    if subprocess.run(mount, capture_output=True, timeout=PATIENCE).returncode:
+    if subprocess.run(mount, capture_output=True, timeout=TIMEOUT_S).returncode:
         pytest.skip("this user may not mount a disk to fill up")
     yield disk
-    subprocess.run(["umount", "-l", str(disk)], check=True, timeout=PATIENCE)
+    subprocess.run(["umount", "-l", str(disk)], check=True, timeout=TIMEOUT_S)

@@ -8,7 +8,7 @@ from typing import Any
 import psutil
 
 # Seconds. It costs nothing where the event comes; a slow and busy host needs some of them.
-PATIENCE = 900
+TIMEOUT_S = 900
 
 
 def wait_until(
@@ -22,10 +22,10 @@ def wait_until(
         job: has to go on meanwhile.
         said: what to show if it does not come, as the text of a log.
     """
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT_S
     while not (found := true()):
         assert job is None or job.poll() is None, f"it ended before: {said()}"
-        assert time.monotonic() < deadline, f"not so after {PATIENCE} s: {said()}"
+        assert time.monotonic() < deadline, f"not so after {TIMEOUT_S} s: {said()}"
         time.sleep(0.1)
     return found
 
