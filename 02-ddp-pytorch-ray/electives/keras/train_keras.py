@@ -2,8 +2,8 @@
 
     python train_keras.py --num-workers 2 --epochs 3
 
-It runs in an environment of its own: `make keras` makes that in .venv-keras, and runs
-this there. Ray's TensorflowTrainer sets TF_CONFIG, with which TensorFlow's workers find
+It runs in an environment of its own, which README.md of the electives says how to make.
+Ray's TensorflowTrainer sets TF_CONFIG, with which TensorFlow's workers find
 each other, and TF_USE_LEGACY_KERAS=1: `tf.keras` is Keras 2 then, from the package
 tf-keras, as MultiWorkerMirroredStrategy does not train models of Keras 3.
 """
