@@ -1,4 +1,4 @@
-// Diagrams follow the light or dark theme of the page; a link to a solution opens it.
+// Diagrams follow the light or dark theme of the page.
 let drawing = Promise.resolve();
 
 function draw() {
@@ -51,14 +51,3 @@ const pages = document.getElementById("pst-primary-sidebar");
 pages?.setAttribute("role", "navigation");
 pages?.setAttribute("aria-label", "Pages");
 
-function open() {
-  const target = document.getElementById(decodeURIComponent(location.hash.slice(1)));
-  const folded = target?.closest("details");
-  if (folded) {
-    folded.open = true;
-    target.scrollIntoView();
-  }
-}
-
-addEventListener("hashchange", open);
-open();

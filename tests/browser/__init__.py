@@ -8,37 +8,36 @@ from typing import Any
 
 import pytest
 
-from tests.patience import PATIENCE
 from tests.tools.notebooks import ROOT
+from tests.waiting import TIMEOUT_S
 
 
 def python() -> Path:
     """Return a Python that has Playwright; make its environment if it is not there.
 
-    It skips the test where that cannot be had, which tests/skips.py forbids in CI.
+    It skips the test where that cannot be had.
     """
     if not shutil.which("chromium"):
         pytest.skip("no Chromium here: `apt-get install chromium`")
-    make = ["make", ".venv-browser/.ready"]
-    made = subprocess.run(make, cwd=ROOT, capture_output=True, timeout=PATIENCE)
+    make = ["make", ".venv-weekly/.ready"]
+    made = subprocess.run(make, cwd=ROOT, capture_output=True, timeout=TIMEOUT_S)
     if made.returncode:
-        pytest.skip("no Playwright here: `make .venv-browser/.ready`")
-    return ROOT / ".venv-browser" / "bin" / "python"
+        pytest.skip("no Playwright here: `make .venv-weekly/.ready`")
+    return ROOT / ".venv-weekly" / "bin" / "python"
 
 
 class Browser:
     """A process of tests/browser/lab.py: a method of its `Lab` is one of this object.
 
     Args:
-        python: one that has Playwright.
         pictures: the folder for its pictures.
         environment: what the process gets.
     """
 
-    def __init__(self, python: Path, pictures: Path, environment: dict[str, str]):
-        command = [python, Path(__file__).with_name("lab.py"), pictures]
+    def __init__(self, pictures: Path, environment: dict[str, str]):
+        script = Path(__file__).with_name("lab.py")
         self.process = subprocess.Popen(
-            [*command, str(PATIENCE)],
+            [python(), script, pictures, str(TIMEOUT_S)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -55,4 +54,4 @@ class Browser:
 
     def close(self) -> None:
         self.process.stdin.close()  # then it closes Chromium, and ends
-        self.process.wait(timeout=PATIENCE)
+        self.process.wait(timeout=TIMEOUT_S)

@@ -1,28 +1,68 @@
-"""Draw the two pictures of the README, the proof and memory, from runs on this CPU.
+"""Write the pictures of the READMEs to docs/pictures.
 
-`python -m tests.tools.pictures` trains for minutes and writes docs/pictures/*.svg. They
-have a white ground, so that they can be read on a dark page as well as on a light one.
-Those that lessons draw are copied by tests/tools/notebooks/pictures.py.
+`python -m tests.tools.pictures` copies four figures that lessons recorded, then trains for
+minutes and draws the README's own two, the proof and memory. These are white, so that they
+can be read on a dark page as well as on a light one.
 """
 
+import base64
 from typing import Any
 
 import matplotlib
 import matplotlib.pyplot as plt
+import nbformat
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
 from tests import sharding
 from tests.compare import relative
-from tests.tools.notebooks.pictures import PICTURES
+from tests.tools.notebooks import ROOT
 from utils import memory, plots
 from utils.datasets import digits
 from utils.launch import run_ranks
 from utils.models import resnet18
 from utils.zero import zero_state_bytes
 
-STEPS, GLOBAL_BATCH, RANKS = 20, 12, 4  # 2, 3 and 4 workers have equal shares of 12
+PICTURES = ROOT / "docs" / "pictures"
+# The lesson, and the title that its cell gives to utils.plots.
+RECORDED = {
+    "overlap": (
+        "01-ddp-pytorch-only/02_ddp_with_torchrun.ipynb",
+        "One backward pass with DDP, rank 0",
+    ),
+    "killed": (
+        "02-ddp-pytorch-ray/04_fault_tolerance.ipynb",
+        "A worker is killed, and training goes on",
+    ),
+    "streamed": (
+        "02-ddp-pytorch-ray/03_ray_data_streaming.ipynb",
+        "4D, streamed through the training",
+    ),
+    "gathered": (
+        "03-fsdp-deepspeed/02_fsdp2.ipynb",
+        "Forward pass through four blocks",
+    ),
+}
+STEPS, GLOBAL_BATCH, RANKS = (
+    20,
+    12,
+    4,
+)  # 12 examples are shared equally by 2, 3, 4 ranks
+
+
+def copy_recorded() -> None:
+    """Write the figures that lessons recorded, each found by its title."""
+    for name, (notebook, title) in RECORDED.items():
+        cells = nbformat.read(ROOT / notebook, as_version=4).cells
+        (figure,) = (
+            output.data["image/png"]
+            for cell in cells
+            if cell.cell_type == "code" and title in cell.source
+            for output in cell.outputs
+            if "image/png" in output.get("data", {})
+        )
+        (PICTURES / f"{name}.png").write_bytes(base64.b64decode(figure))
 
 
 def average_gradients(model) -> None:
@@ -32,7 +72,7 @@ def average_gradients(model) -> None:
 
 
 def train(average=average_gradients) -> list[tuple[float, torch.Tensor]]:
-    """Train on this rank's share, in float64; of each step the mean loss and weights."""
+    """Train on this rank's shard, in float64; return each step's mean loss and weights."""
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     images, labels = digits("train").tensors
@@ -41,7 +81,7 @@ def train(average=average_gradients) -> list[tuple[float, torch.Tensor]]:
     torch.manual_seed(0)  # the same weights on every rank
     model = resnet18().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
-    found = []
+    history = []
     for batch in batches:
         mine = batch[rank::world_size]
         loss = F.cross_entropy(model(images[mine].double()), labels[mine])
@@ -53,19 +93,19 @@ def train(average=average_gradients) -> list[tuple[float, torch.Tensor]]:
         dist.all_reduce(mean)  # of all ranks
         # every 101st weight: all of them, of each step, would be gigabytes
         flat = torch.cat([p.detach().flatten()[::101] for p in model.parameters()])
-        found.append((mean.item() / world_size, flat))
-    return found
+        history.append((mean.item() / world_size, flat))
+    return history
 
 
-def forget(model) -> None:
-    """Average nothing: the mistake that the proof has to see."""
+def average_nothing(model) -> None:
+    """Do nothing: the mistake that the proof has to see."""
 
 
 def draw_proof() -> None:
-    """Draw the losses of one process and of N workers, and how far weights are apart."""
+    """Draw the losses of one process and of N ranks, and the relative error of weights."""
     alone = run_ranks(train, 1)[0]
     runs = {f"{n} workers": run_ranks(train, n)[0] for n in (2, 3, 4)}
-    wrong = run_ranks(train, 2, forget)[0]
+    wrong = run_ranks(train, 2, average_nothing)[0]
     steps = range(1, STEPS + 1)
     fig, (left, right) = plt.subplots(1, 2, figsize=(6.4, 3.4), layout="constrained")
     left.plot(steps, [loss for loss, _ in alone], color=plots.COLORS[7], linewidth=6)
@@ -92,10 +132,12 @@ def draw_proof() -> None:
 
 
 def state_on_ranks(name: str) -> memory.State:
-    """Train a small GPT for a pass; return this rank's bytes per parameter."""
+    """Train a small GPT for a step; return this rank's bytes per parameter."""
     if name.startswith("ZeRO"):
-        # two passes per step: between them every stage holds the gradients it keeps
-        engine = sharding.zero_engine(int(name[-1]), torch.float32, passes=2)
+        # two micro-batches: between them every stage holds the gradients it keeps
+        engine = sharding.zero_engine(
+            int(name[-1]), torch.float32, accumulation_steps=2
+        )
         for _ in range(2):
             loss = sharding.loss_of(engine, *texts())
             engine.backward(loss)
@@ -152,12 +194,12 @@ def draw_memory() -> None:
 
 def save(fig, name: str) -> None:
     """Write a figure as SVG, the same bytes for the same numbers."""
-    PICTURES.mkdir(exist_ok=True)
     fig.savefig(PICTURES / f"{name}.svg", metadata={"Date": None})
     plt.close(fig)
 
 
 def main() -> None:
+    copy_recorded()
     style = plots._STYLE | {"svg.hashsalt": "workshop", "figure.facecolor": "white"}
     with matplotlib.rc_context(style):
         draw_memory()

@@ -1,10 +1,8 @@
-"""The notebooks of the workshop: which there are, and what one of them says.
+"""The notebooks of the workshop: which there are, and what one of them contains.
 
-`execution` runs and records them, `navigation` links them with each other and `glossary`
-with the glossary, `outline` says how long their main lines and side trips take,
-`questions` reads what a main line asks at its end, `pictures` copies figures for the
-READMEs, `progress` shows what a reader has solved, and
-`python -m tests.tools.notebooks` is their command line.
+`execution` runs and records them, `navigation` links them with each other, `outline` tells
+their main lines from their side trips, and `python -m tests.tools.notebooks` is their
+command line.
 """
 
 import re
@@ -14,23 +12,17 @@ import nbformat
 
 ROOT = Path(__file__).parents[3]
 PROOF = "Proved: "
-SOLVED = "-solved"  # in the name of what `make catch-up` puts beside a lesson
+CHECK = re.compile(r'^check\(\s*"([^"]+)"', re.MULTILINE)
 
 
 def all_notebooks() -> list[Path]:
     """Return the notebooks in reading order; a part's solutions come last."""
-    return lessons("0[123]-*/*.ipynb")
+    return sorted(ROOT.glob("0[123]-*/*.ipynb"))
 
 
 def electives() -> list[Path]:
     """Return the notebooks beside the route: each needs packages of its own."""
-    return lessons("0[123]-*/electives/*.ipynb")
-
-
-def lessons(pattern: str) -> list[Path]:
-    """Return those that fit a pattern, without what a learner put or kept beside them."""
-    beside = re.compile(rf"(?:{SOLVED}|-mine)(?:-\d+)?$")
-    return [p for p in sorted(ROOT.glob(pattern)) if not beside.search(p.stem)]
+    return sorted(ROOT.glob("0[123]-*/electives/*.ipynb"))
 
 
 def needed(path: Path) -> list[str]:
@@ -43,6 +35,11 @@ def code(path: Path) -> list[str]:
     """Return the source of every cell of code."""
     cells = nbformat.read(path, as_version=4).cells
     return [cell.source for cell in cells if cell.cell_type == "code"]
+
+
+def exercises(path: Path) -> list[str]:
+    """Return the names of the exercises that a notebook checks, in order."""
+    return [name for source in code(path) for name in CHECK.findall(source)]
 
 
 def proofs(notebook: nbformat.NotebookNode) -> list[str]:

@@ -1,9 +1,8 @@
-"""Execute, record and link the notebooks, and show which exercises are solved.
+"""Execute, record and link the notebooks.
 
-python -m tests.tools.notebooks tour                  # execute copies, print the proofs
+python -m tests.tools.notebooks tour [NOTEBOOK ...]   # execute copies, print the proofs
 python -m tests.tools.notebooks record [NOTEBOOK ...] # execute in place, save outputs
-python -m tests.tools.notebooks link [NOTEBOOK ...]   # write links and minutes anew
-python -m tests.tools.notebooks progress              # which exercises are solved
+python -m tests.tools.notebooks link                  # after a new title: links alone
 """
 
 import argparse
@@ -14,15 +13,14 @@ from pathlib import Path
 import nbformat
 from tqdm import tqdm
 
-from tests.tools import notebooks, sizes
-from tests.tools.notebooks import progress
+from tests.tools import notebooks
 from tests.tools.notebooks.execution import execute, record
 from tests.tools.notebooks.navigation import link
-from utils import checks
+from tests.tools.notebooks.outline import report
 
 
 def tour(paths: list[Path]) -> int:
-    """Execute copies of all notebooks and print what each one proved; 1 if one failed."""
+    """Execute copies of notebooks and print what each one proved; 1 if one failed."""
     root = notebooks.ROOT
     build = root / "build" / "notebooks"
     cells = {p: len(nbformat.read(p, as_version=4).cells) for p in paths}
@@ -50,7 +48,7 @@ def tour(paths: list[Path]) -> int:
         for number, line in enumerate(proved or ["-"]):
             first = f"{name:<{width}} {seconds:>7.0f}"
             print(f"{' ' * len(first) if number else first}  {line}")
-    print(f"\n{sizes.notebook_table(paths)}")
+    print(f"\n{report(paths)}")
     print(
         "\n".join(failures) or f"\nExecuted copies are in {build.relative_to(root)}/."
     )
@@ -59,12 +57,9 @@ def tour(paths: list[Path]) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("command", choices=("tour", "record", "link", "progress"))
+    parser.add_argument("command", choices=("tour", "record", "link"))
     parser.add_argument("notebooks", nargs="*", type=Path)
     args = parser.parse_args()
-    if args.command == "progress":
-        print("\n".join(progress.lines(checks.progress.read())))
-        return 0
     known = notebooks.all_notebooks() + notebooks.electives()
     route = notebooks.all_notebooks() if args.command == "tour" else known
     paths = [path.resolve() for path in args.notebooks] or route

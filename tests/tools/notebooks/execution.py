@@ -1,7 +1,6 @@
 """Run a notebook from a fresh kernel, end what it leaves behind, and record its outputs."""
 
 import os
-import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +12,8 @@ from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernel
 from tqdm import tqdm
 
 from tests.tools import notebooks
-from tests.tools.notebooks import glossary, guide, outline, pictures
 from tests.tools.notebooks.navigation import with_navigation
+from tests.tools.notebooks.outline import report
 
 CELL_TIMEOUT_S = 900
 # What a recorded notebook and its comparison have in common: CPU, one thread, own Ray.
@@ -22,7 +21,6 @@ RECORDING_ENVIRONMENT = {
     "WORKSHOP_MODE": "smoke",
     "OMP_NUM_THREADS": "1",
     "RAY_ADDRESS": "local",
-    "WORKSHOP_PROGRESS": "off",  # what a reader has solved is not for us to write
 }
 
 
@@ -49,7 +47,7 @@ def execute(
         on_cell_start=lambda cell, cell_index: running.append(cell_index),
         on_cell_complete=on_cell,
     )
-    marker = {"WORKSHOP_KERNEL": uuid.uuid4().hex, "WORKSHOP_PROGRESS": "off"}
+    marker = {"WORKSHOP_KERNEL": uuid.uuid4().hex}
     try:
         client.execute(env=os.environ | environment | marker)
     except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
@@ -96,14 +94,10 @@ def without_widgets(notebook: nbformat.NotebookNode) -> None:
 def record(paths: list[Path]) -> None:
     """Execute notebooks in smoke mode and save them with clean outputs."""
     for path in tqdm(paths, desc="record", unit="notebook"):
-        start = time.monotonic()
         notebook = execute(path, RECORDING_ENVIRONMENT)
-        seconds = time.monotonic() - start
         without_traceback(notebook)
         without_widgets(notebook)
         with_navigation(path, notebook)
-        glossary.with_links(path, notebook)
-        outline.with_times(notebook, seconds)
         notebook.metadata = nbformat.from_dict(
             {
                 "kernelspec": {
@@ -117,6 +111,4 @@ def record(paths: list[Path]) -> None:
         temporary = path.with_suffix(".tmp")
         nbformat.write(notebook, temporary)
         temporary.replace(path)
-    outline.write_rows()
-    guide.write()
-    pictures.copy_recorded()
+    print(report(paths))

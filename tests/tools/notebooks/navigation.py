@@ -5,15 +5,7 @@ from pathlib import Path
 
 import nbformat
 
-from tests.tools.notebooks import (
-    all_notebooks,
-    electives,
-    glossary,
-    guide,
-    outline,
-    pictures,
-    title,
-)
+from tests.tools.notebooks import all_notebooks, electives, title
 
 NAVIGATION = re.compile(r"^.*<!-- navigation -->.*\n*", re.MULTILINE)
 
@@ -26,11 +18,11 @@ def navigation(path: Path) -> str:
     readme = "README.md" if path in electives() else "../README.md"
     links = [f"[Contents]({readme})"]
     if here > 0:
-        links.insert(
-            0, f"[← {title(notebooks[here - 1])}]({_link(notebooks[here - 1])})"
-        )
+        before = notebooks[here - 1]
+        links.insert(0, f"[← {title(before)}]({_link(before)})")
     if here + 1 < len(notebooks):
-        links.append(f"[{title(notebooks[here + 1])} →]({_link(notebooks[here + 1])})")
+        after = notebooks[here + 1]
+        links.append(f"[{title(after)} →]({_link(after)})")
     # Not in front: Markdown takes a line that begins with a comment as HTML, links and all.
     return " | ".join(links) + " <!-- navigation -->"
 
@@ -46,16 +38,11 @@ def with_navigation(path: Path, notebook: nbformat.NotebookNode) -> None:
 
 
 def link(paths: list[Path]) -> None:
-    """Write links, minutes and copied pictures anew, without executing notebooks."""
+    """Write the links anew, without executing the notebooks."""
     for path in paths:
         notebook = nbformat.read(path, as_version=4)
         with_navigation(path, notebook)
-        glossary.with_links(path, notebook)
-        outline.with_times(notebook)
         nbformat.write(notebook, path)
-    outline.write_rows()
-    guide.write()
-    pictures.copy_recorded()
 
 
 def _link(path: Path) -> str:
