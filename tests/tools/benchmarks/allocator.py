@@ -1,14 +1,11 @@
-"""What it is worth that ranks keep the memory they freed, and who does so anyway."""
-
-import subprocess
-from functools import partial
+"""What it is worth that ranks keep the memory they freed (utils.processes)."""
 
 import numpy as np
 
 from tests.tools.benchmarks import loop
 from tests.tools.benchmarks.partners import AS_IT_COMES, Partner, torchrun
 from tests.tools.benchmarks.ratios import Ratio, interleave, ratio
-from tests.tools.benchmarks.rows import Row
+from tests.tools.benchmarks.report import Row
 
 PAIRS = 24
 # In bytes, as glibc's variables; `utils.processes` sets both to 1 GiB. Whoever sets one
@@ -27,72 +24,51 @@ OTHER_SETTINGS = {
 }
 
 
+def start(settings: dict[str, str]) -> Partner:
+    """Start ranks whose glibc has these settings; with none, those of utils.processes."""
+    return Partner(lambda port: torchrun("serve", port, **settings))
+
+
 def rows() -> list[Row]:
-    """Return row 14 of the table, and the reason of row 1."""
-    kept = Partner(lambda port: torchrun("serve", port))
-    plain = Partner(lambda port: torchrun("serve", port, **AS_IT_COMES))
-    thread = Partner(lambda port: torchrun("serve-in-a-thread", port, **AS_IT_COMES))
-    as_ray = Partner(lambda port: torchrun("serve-as-ray", port))
-    others = {
-        name: Partner(partial(by_torchrun, s)) for name, s in OTHER_SETTINGS.items()
-    }
-    partners = kept, plain, thread, as_ray, *others.values()
+    """Return row 14 of the table."""
+    kept, plain = start({}), start(AS_IT_COMES)
+    others = {name: start(settings) for name, settings in OTHER_SETTINGS.items()}
+    partners = kept, plain, *others.values()
     losses = [partner.ask("steps")[1] for partner in partners]
     assert all(each == losses[0] for each in losses), "not the same training"
-    with_kept, said_kept = compare(plain, kept)
-    in_thread, said_thread = compare(plain, thread)
-    nicely, said_nicely = compare(kept, as_ray)
-    compared = {name: compare(kept, other) for name, other in others.items()}
-    for partner in partners:
-        partner.end()
-        partner.started.wait(timeout=60)
-    return [
+    with_kept, note = compare(plain, kept)
+    rows = [
         Row.of_ratio(
             14,
             "step time of ResNet-18 on 2 CPU ranks that keep the memory they freed "
             "(utils.processes), over ranks that give it back",
             with_kept,
             at_most=0.9,
-            note=said_kept,
-        ),
-        *(
-            Row.of_ratio(
-                14, f"other settings over that of row 14: {name}", ratio, note=said
-            )
-            for name, (ratio, said) in compared.items()
-        ),
-        Row.of_ratio(
-            1,
-            "why it was 0.90 before row 14: the same loop under torchrun, in a thread (as "
-            "Ray Train runs it) over the main thread, both as glibc comes",
-            in_thread,
-            note=f"{said_thread}: of the main thread's memory glibc hands back more",
-        ),
-        Row.of_ratio(
-            1,
-            "what else Ray Train does differently: the same loop under torchrun, in a "
-            "thread and with niceness 15, over the main thread with 0, as in row 14",
-            nicely,
-            note=said_nicely,
-        ),
+            note=note,
+        )
     ]
-
-
-def by_torchrun(settings: dict, port: int) -> subprocess.Popen:
-    return torchrun("serve", port, **settings)
+    for name, other in others.items():
+        over_kept, note = compare(kept, other)
+        what = f"other settings over that of row 14: {name}"
+        rows.append(Row.of_ratio(14, what, over_kept, note=note))
+    for partner in partners:
+        partner.end()
+        partner.started.wait(timeout=60)
+    return rows
 
 
 def compare(a: Partner, b: Partner) -> tuple[Ratio, str]:
     """Return B's step over A's, and what the steps of either took."""
     before = {partner: partner.ask("usage") for partner in (a, b)}
     seconds = interleave(
-        lambda: a.ask("steps")[0], lambda: b.ask("steps")[0], PAIRS, warm_up=0
+        lambda: a.ask("steps")[0], lambda: b.ask("steps")[0], PAIRS, warm_up=False
     )
-    said = []
+    notes = []
     for partner, times in zip((a, b), seconds):
-        used = np.subtract(partner.ask("usage"), before[partner]) / PAIRS / loop.STEPS
-        said.append(
-            f"{1e3 * np.median(times) / loop.STEPS:.0f} ms per step with {used[0]:,.0f} "
-            f"page faults and {1e3 * used[1]:.0f} ms in the kernel"
+        used = np.subtract(partner.ask("usage"), before[partner])
+        faults, in_kernel = used / len(times) / loop.STEPS
+        notes.append(
+            f"{1e3 * np.median(times) / loop.STEPS:.0f} ms per step with {faults:,.0f} "
+            f"page faults and {1e3 * in_kernel:.0f} ms in the kernel"
         )
-    return ratio(*seconds), f"{said[1]}, against {said[0]}"
+    return ratio(*seconds), f"{notes[1]}, against {notes[0]}"

@@ -1,4 +1,4 @@
-"""The same steps under torchrun and Ray Train, for start.py.
+"""The same steps under torchrun and Ray Train.
 
 torchrun executes this file, so it imports what such a script needs, and no Ray.
 """
@@ -8,7 +8,6 @@ import os
 import resource
 import sys
 import tempfile
-import threading
 import time
 from typing import Any
 
@@ -26,7 +25,7 @@ VIEW: dict[str, Any] = {"gradient_as_bucket_view": True}
 
 
 class Loop:
-    """The step of train_ddp.py, on a share of the digits that stays the same."""
+    """The step of train_ddp.py, on a batch of each rank that stays the same."""
 
     def __init__(self, wrap) -> None:
         torch.set_num_threads(1)
@@ -78,6 +77,7 @@ def usage() -> tuple[int, float]:
 
 
 def serve(port: int, wrap) -> None:
+    """Measure what the driver asks for, until it ends."""
     loop = Loop(wrap)
     tasks = {"report": loop.report, "save": loop.save, "usage": usage}
     tasks["steps"] = lambda: loop.run(STEPS)
@@ -89,23 +89,12 @@ def with_ddp(model):
     return DDP(model, **VIEW)
 
 
-def serve_in_a_thread() -> None:
-    """Answer orders in a thread, as Ray Train's workers train in one."""
-    thread = threading.Thread(target=serve, args=(int(sys.argv[2]), with_ddp))
-    thread.start()
-    thread.join()
-
-
 def main() -> None:
-    """Be one rank of torchrun."""
+    """Be one rank of torchrun: serve at a port, or print when the first step was done."""
+    assert "ray" not in sys.modules, "the start without Ray would contain Ray's import"
     dist.init_process_group("gloo")
     if sys.argv[1] == "serve":
         serve(int(sys.argv[2]), with_ddp)
-    elif sys.argv[1] == "serve-in-a-thread":
-        serve_in_a_thread()
-    elif sys.argv[1] == "serve-as-ray":
-        os.nice(15)  # Ray's default for workers
-        serve_in_a_thread()
     else:
         Loop(with_ddp).run(1)
         if dist.get_rank() == 0:

@@ -21,10 +21,10 @@ AS_IT_COMES: dict[str, Any] = {"MALLOC_ARENA_TEST_": "8"}
 TIMEOUT = 300  # seconds: a partner that died shall not be waited for
 
 
-def torchrun(*arguments, num_workers: int = 2, **environment: Any) -> subprocess.Popen:
-    """Start loop.py under torchrun, with further variables in its environment."""
+def torchrun(*arguments, **environment: Any) -> subprocess.Popen:
+    """Start two ranks of loop.py, with further variables in their environment."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc_per_node={num_workers}", "-m", f"{__package__}.loop"]
+    command += ["--nproc_per_node=2", "-m", f"{__package__}.loop"]
     return subprocess.Popen(
         [*command, *map(str, arguments)],
         cwd=scripts.ROOT,

@@ -1,15 +1,10 @@
-"""The results as a JSON file, a table in Markdown, and a figure of the ratios."""
+"""The rows of the table of results: a JSON file, from which RESULTS.md is written."""
 
 import json
-import textwrap
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("agg")
-import matplotlib.pyplot as plt
-
-from utils.plots import COLORS
+from tests.tools.benchmarks.ratios import Ratio
 
 HEAD = """# Results of `make bench`
 
@@ -21,79 +16,81 @@ tests.tools.benchmarks PART`, which measures one anew and keeps the others: do n
 A value is the median of paired ratios, measured in turns (A B B A ...); its interval is a
 95% bootstrap interval. The control is the same for two neighbours of one variant: how far
 from 1 a ratio is seen where there is no difference. A bar is *met* if the whole interval
-clears it, and *not decided* if the control is wider than the distance to it. *Before* is
-the value of the run before this one.
+clears it, and *not decided* if the control is wider than the distance to it.
 
-| # | what | bar | value | interval | control | verdict | before | |
-|---|---|---|---|---|---|---|---|---|
+| # | what | bar | value | interval | control | verdict | |
+|---|---|---|---|---|---|---|---|
 """
 
 
+@dataclass(frozen=True)
+class Row:
+    """What was measured, as texts; `data` are the numbers behind them, for the JSON file.
+
+    verdict: met, missed, not decided, or empty where there is no bar.
+    """
+
+    number: int
+    what: str
+    bar: str
+    value: str
+    interval: str = ""
+    control: str = ""
+    verdict: str = ""
+    note: str = ""
+    data: dict = field(default_factory=dict)
+
+    @classmethod
+    def of_ratio(
+        cls,
+        number: int,
+        what: str,
+        ratio: Ratio,
+        at_most: float | None = None,
+        at_least: float | None = None,
+        note: str = "",
+    ) -> "Row":
+        """Make a row of a ratio, with or without a bar."""
+        bar, verdict = "printed", ""
+        if at_most is not None:
+            bar, verdict = f"at most {at_most:g}", ratio.verdict(at_most)
+        elif at_least is not None:
+            bar, verdict = f"at least {at_least:g}", ratio.verdict(at_least, True)
+        return cls(
+            number,
+            what,
+            bar,
+            f"{ratio.value:.3g}",
+            f"{ratio.low:.3g} to {ratio.high:.3g}",
+            f"{1 / ratio.spread:.3g} to {ratio.spread:.3g}",
+            verdict,
+            note,
+            asdict(ratio),
+        )
+
+
 def read(folder: Path) -> dict:
-    """Return the results of an earlier run, or none."""
+    """Return the results of earlier runs, by part, or none."""
     file = folder / "results.json"
-    return json.loads(file.read_text()) if file.exists() else {"parts": {}}
-
-
-def all_rows(results: dict) -> list[dict]:
-    rows = [row for part in results["parts"].values() for row in part["rows"]]
-    return sorted(rows, key=lambda row: row["number"])
-
-
-def where(results: dict) -> str:
-    """Return per part its rows, how long it took, and the machine that it ran on."""
-    lines = ["| part | rows | minutes | measured on |", "|---|---|---|---|"]
-    for name, part in results["parts"].items():
-        numbers = ", ".join(map(str, sorted({row["number"] for row in part["rows"]})))
-        machine = (
-            "{cores} cores ({processor}), Python {python}, torch {torch}, Ray {ray}"
-        ).format(**part["machine"])
-        minutes = part["seconds"] / 60
-        lines.append(f"| {name} | {numbers} | {minutes:.1f} | {machine} |")
-    return "\n".join(lines)
-
-
-def markdown(results: dict) -> str:
-    keys = ["number", "what", "bar", "value", "interval", "control", "verdict"]
-    keys += ["before", "note"]
-    lines = [
-        "| " + " | ".join(str(row.get(key, "")) for key in keys) + " |"
-        for row in all_rows(results)
-    ]
-    head = HEAD.format(parts=where(results))
-    return head + "\n".join(lines) + "\n\n![Ratios and their bars](ratios.png)\n"
+    return json.loads(file.read_text()) if file.exists() else {}
 
 
 def write(folder: Path, results: dict) -> None:
+    """Write results.json, and RESULTS.md from it."""
     (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    results = read(folder)
     (folder / "RESULTS.md").write_text(markdown(results))
-    draw(folder / "ratios.png", [r for r in all_rows(results) if "spread" in r["data"]])
 
 
-def draw(path: Path, rows: list[dict]) -> None:
-    """Draw per row the interval of the ratio, the control around 1, and the bar."""
-    if not rows:
-        return
-    figure, ax = plt.subplots(figsize=(9, 1.2 + 0.45 * len(rows)), layout="constrained")
-    for y, row in enumerate(rows):
-        data = row["data"]
-        bar = data["at_most"] if data["at_least"] is None else data["at_least"]
-        control = [1 / data["spread"], data["spread"]]
-        first = y == 0
-        ax.plot(control, [y, y], color="#cccccc", linewidth=9, label="control" * first)
-        ends = [data["low"], data["high"]]
-        ax.plot(ends, [y, y], color=COLORS[0], linewidth=3, label="interval" * first)
-        ax.plot(data["value"], y, "o", color=COLORS[0], label="median" * first)
-        ax.plot(bar, y, "|", color=COLORS[1], markersize=18, label="bar" * first)
-    labels = [textwrap.fill(f"{row['number']}  {row['what']}", 55) for row in rows]
-    ax.set_yticks(range(len(rows)), labels, fontsize=8)
-    ax.set_xscale("log")
-    ticks = [0.5, 1, 2, 5]
-    ax.set_xticks(ticks, [str(tick) for tick in ticks])
-    ax.minorticks_off()
-    ax.invert_yaxis()
-    ax.set_xlabel("ratio")
-    figure.legend(fontsize=8, loc="outside upper right", ncols=4)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+def markdown(results: dict) -> str:
+    """Return the page: where each part was measured, and all rows by their number."""
+    parts = ["| part | rows | measured on |", "|---|---|---|"]
+    for name, part in results.items():
+        numbers = ", ".join(map(str, sorted({row["number"] for row in part["rows"]})))
+        parts.append(f"| {name} | {numbers} | {part['machine']} |")
+    rows = [row for part in results.values() for row in part["rows"]]
+    keys = "number", "what", "bar", "value", "interval", "control", "verdict", "note"
+    lines = [
+        "| " + " | ".join(str(row[key]) for key in keys) + " |"
+        for row in sorted(rows, key=lambda row: row["number"])
+    ]
+    return HEAD.format(parts="\n".join(parts)) + "\n".join(lines) + "\n"

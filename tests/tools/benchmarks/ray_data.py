@@ -20,7 +20,7 @@ from tests import scripts
 from tests.tools.benchmarks import partners
 from tests.tools.benchmarks.partners import AS_IT_COMES
 from tests.tools.benchmarks.ratios import MISSED, interleave, ratio
-from tests.tools.benchmarks.rows import Row
+from tests.tools.benchmarks.report import Row
 from utils.datasets import write_shards
 from utils.ray_memory import sample_memory
 
@@ -94,7 +94,7 @@ def rows() -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         large, small = shards(folder, FILE), shards(folder, BATCH)
         # Eight times, so that the start of a pass counts little.
-        return _throughput({FILE: 8 * large, BATCH: small}) + _memory(small)
+        return [*race({FILE: 8 * large, BATCH: small}), memory(small)]
 
 
 def shards(folder: str, rows: int) -> list[str]:
@@ -103,7 +103,8 @@ def shards(folder: str, rows: int) -> list[str]:
     return [str(p) for p in write_shards(path, 0.336, 512, rows_per_shard=rows)]
 
 
-def _throughput(files_by_rows: dict[int, list[str]]) -> list[Row]:
+def race(files_by_rows: dict[int, list[str]]) -> list[Row]:
+    """Let both sides read the same files on the same cores."""
     if pin := hasattr(os, "sched_setaffinity"):  # not on macOS
         cores = os.sched_getaffinity(0)
         os.sched_setaffinity(0, sorted(cores)[:CPUS])  # for all that starts here
@@ -116,92 +117,74 @@ def _throughput(files_by_rows: dict[int, list[str]]) -> list[Row]:
     )
     start_ray(CPUS, object_store_memory=1000 * MIB)
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    found = [
-        row
-        for rows, files in files_by_rows.items()
-        for row in _race(loader, files, rows)
-    ]
+    measured = []
+    for rows, files in files_by_rows.items():
+        measured += race_through(files, rows, loader)
     loader.end()
     loader.started.wait(timeout=60)
     ray.shutdown()
     if pin:
         os.sched_setaffinity(0, cores)
-    return found
+    return measured
 
 
-def _race(loader: partners.Partner, files: list[str], rows: int) -> list[Row]:
-    """Let both read the same files; return the rate only where these are many rows."""
-    first = {"loader": [], "ray": []}
+def race_through(files: list[str], rows: int, loader: partners.Partner) -> list[Row]:
+    """Return the time to the first batch, and the rate where a file has many rows."""
+    to_first = {"loader": [], "ray": []}
 
-    def note(name, measure) -> float:
+    def timed(name, read) -> float:
         time.sleep(1)  # until what the other left behind has ended
-        seconds_to_first, seconds, count = measure()
+        first, seconds, count = read()
         assert count == rows * len(files)
-        first[name].append(seconds_to_first)
+        to_first[name].append(first)
         return seconds
 
     by_ray, by_loader = interleave(
-        lambda: note("ray", lambda: ray_pass(files)),
-        lambda: note("loader", lambda: loader.ask(files)),
+        lambda: timed("ray", lambda: ray_pass(files)),
+        lambda: timed("loader", lambda: loader.ask(files)),
     )
-    to_first = Row.of_ratio(
+    first_batch = Row.of_ratio(
         4,
         f"time to the first batch: Ray Data over DataLoader, files of {rows} rows",
-        ratio(first["ray"][1:], first["loader"][1:]).inverse(),
+        ratio(to_first["ray"][1:], to_first["loader"][1:]).inverse(),  # no warm-up
         at_most=3,
-        note=f"the DataLoader: {np.median(first['loader']):.2f} s",
+        note=f"the DataLoader: {np.median(to_first['loader']):.2f} s",
     )
     if rows < FILE:
-        return [to_first]
-    rate = rows * len(files) / np.median(by_loader)
-    return [
-        Row.of_ratio(
-            4,
-            "rows per second: Ray Data over DataLoader, same decode, same two cores",
-            ratio(by_ray, by_loader),
-            at_least=0.85,
-            note=f"the DataLoader: {rate:.0f} rows/s; files of {rows} rows",
-        ),
-        to_first,
-    ]
+        return [first_batch]
+    rate = Row.of_ratio(
+        4,
+        "rows per second: Ray Data over DataLoader, same decode, same two cores",
+        ratio(by_ray, by_loader),
+        at_least=0.85,
+        note=f"the DataLoader: {rows * len(files) / np.median(by_loader):.0f} rows/s; "
+        f"files of {rows} rows",
+    )
+    return [rate, first_batch]
 
 
-def _memory(files: list[str]) -> list[Row]:
+def memory(files: list[str]) -> Row:
+    """Stream all files, 4D bytes, beside a quarter of them, D, with a store below D."""
     start_ray(CPUS, object_store_memory=STORE)
     ray.data.DataContext.get_current().target_max_block_size = 16 * MIB
     quarter, spilled = files[: len(files) // 4], []
-    peaks = {len(quarter): [], len(files): []}
 
     def peak(files) -> float:
         with sample_memory(0.1) as samples:
             *_, rows = ray_pass(files, whole_pictures)
         assert rows == BATCH * len(files)
         spilled.append(samples[-1].spilled - samples[0].spilled)
-        peaks[len(files)].append(max(s.object_store + s.processes for s in samples))
         # Less what Ray's processes have while idle, which has nothing to do with the data.
-        return peaks[len(files)][-1] - samples[0].processes
+        return max(s.object_store + s.processes for s in samples) - samples[0].processes
 
-    small, large = interleave(lambda: peak(quarter), lambda: peak(files), pairs=10)
+    small, large = interleave(lambda: peak(quarter), lambda: peak(files))
     ray.shutdown()
-    sizes = [sum(os.path.getsize(file) for file in each) for each in (quarter, files)]
-    whole = ratio(*(peaks[len(each)][1:] for each in (quarter, files)))  # no warm-up
-    return [
-        Row.of_ratio(
-            5,
-            "peak memory of streaming 4D over D, object store capped below D",
-            whole,
-            at_most=1.10,
-            note="Ray's idle processes included, which are most of it",
-        ),
-        memory_row(small, large, sizes[1] - sizes[0], sum(spilled)),
-    ]
+    extra = sum(os.path.getsize(file) for file in files[len(quarter) :])
+    return memory_row(small, large, extra, sum(spilled))
 
 
 def memory_row(small, large, extra: int, spilled: int) -> Row:
-    """Return row 5, of the peaks in bytes over D and 4D; `extra` is 4D - D.
-
-    Stricter than the ratio of the peaks, as idle processes are not in it.
-    """
+    """Return row 5, of the peaks in bytes over D and 4D; `extra` is 4D - D."""
     # A difference is the logarithm of a ratio: the same statistics, control and verdict.
     found = ratio(np.exp(small / extra), np.exp(large / extra))
     value, low, high, spread = np.log(
@@ -216,7 +199,7 @@ def memory_row(small, large, extra: int, spilled: int) -> Row:
         f"{value:.3f}",
         f"{low:.3f} to {high:.3f}",
         f"{-spread:.3f} to {spread:.3f}",
-        MISSED if spilled else found.verdict(at_most=np.exp(0.1)),
+        MISSED if spilled else found.verdict(np.exp(0.1)),
         f"{spilled} bytes spilled; peaks of {peaks[0]} with D = {extra / 3e6:.0f} MB, and "
         f"of {peaks[1]} with 4D, beside Ray's idle processes",
         {"small": [*map(int, small)], "large": [*map(int, large)], "extra": extra},
