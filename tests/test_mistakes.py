@@ -1,121 +1,80 @@
-"""Mistakes that people make are rejected, each by the test that is named for it."""
+"""One-line mistakes that people make: for each, the test that is named for it fails.
 
-import ast
+They are listed in mistakes.toml. Each is made in a copy of this repository.
+"""
+
 import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import uuid
 from pathlib import Path
 
 import pytest
 
-from tests.tools import mistakes
-from tests.tools.notebooks import ROOT
+from tests import scripts
+from tests.tools.notebooks.execution import end_left_over
+from tests.waiting import TIMEOUT_S
 
-ALL = mistakes.all_mistakes()
-
-# A test for the copy: whatever a test starts there imports the copy's `utils`.
-PROBE = """
-import subprocess, sys
-from pathlib import Path
-from utils.cluster import start_ray
-import pytest, ray
-from tests.patience import PATIENCE
-from utils.launch import run_ranks
-
-OURS = str(Path(__file__).parents[1] / "utils" / "__init__.py")
-CODE = "import utils; print(utils.__file__)"
-
-def where():
-    import utils
-    return utils.__file__
-
-def test_here_and_on_ranks():
-    assert [where(), *run_ranks(where, 2)] == [OURS] * 3
-
-def test_under_torchrun(tmp_path):
-    (tmp_path / "script.py").write_text(CODE)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*torchrun, "--nproc_per_node=2", "script.py"]
-    found = subprocess.check_output(command, cwd=tmp_path, text=True, timeout=PATIENCE)
-    assert found.split() == [OURS] * 2
-
-@pytest.mark.xdist_group("ray")
-def test_in_a_task_of_ray():
-    start_ray(1)
-    found = ray.get(ray.remote(where).remote())
-    ray.shutdown()
-    assert found == OURS
-"""
+LIST = Path(__file__).with_name("mistakes.toml")
+MISTAKES = [
+    pytest.param(mistake, id=mistake["name"])
+    for mistake in tomllib.loads(LIST.read_text())["mistake"]
+]
 
 
-def test_no_two_have_the_same_name():
-    """A name on the command line means one of them, and heads one row of the table."""
-    assert len(ALL) == len({mistake.name for mistake in ALL})
+def with_mistake(mistake: dict[str, str], root: Path) -> str:
+    """Return the text of the file with the mistake in it, of a notebook as JSON."""
+    text = (root / mistake["file"]).read_text()
+    count = text.count(mistake["line"])
+    assert count == 1, f"it stands there {count} times: correct `line` in {LIST.name}"
+    return text.replace(mistake["line"], mistake["instead"])
 
 
-@pytest.mark.parametrize("mistake", ALL, ids=lambda mistake: mistake.name)
-def test_a_mistake_can_be_made_and_changes_one_line(mistake):
-    """What it changes still stands there, so that the list does not go stale."""
-    text = mistakes.with_mistake(mistake)
-    if mistake.file.endswith(".py"):
-        ast.parse(text)  # else any test would reject it
-    changed = text.splitlines()
-    before = (ROOT / mistake.file).read_text().splitlines()
-    assert len(changed) == len(before)
-    assert sum(a != b for a, b in zip(before, changed)) == 1
-
-
-@pytest.mark.parametrize("copies", [0, 2])
-def test_a_line_that_does_not_stand_there_once_is_named(copies, tmp_path):
-    (tmp_path / "script.py").write_text("step()\n" * copies)
-    mistake = mistakes.Mistake("no step", "script.py", "step()", "pass", "a test", "")
-    with pytest.raises(
-        ValueError, match=rf"'step\(\)' stands {copies} times in script"
-    ):
-        mistakes.with_mistake(mistake, tmp_path)
-
-
-def test_the_tests_that_reject_them_exist():
-    """Their functions; `test_without_a_mistake_all_of_these_tests_pass` knows the rest."""
-    for mistake in ALL:
-        file, _, name = mistake.test.partition("::")
-        function = f"def {name.partition('[')[0]}(" if name else ""
-        assert function in (ROOT / file).read_text(), mistake.test
-
-
-def test_the_table_is_that_of_the_list():
-    """Made by `python -m tests.tools.mistakes`, in the order of the list."""
-    rows = re.findall(r"^\| .+ \| `.+` \| `.+` \|", mistakes.TABLE.read_text(), re.M)
-    assert len(rows) == len(ALL)
-    for row, mistake in zip(rows, ALL):
-        assert row.startswith(mistakes.row_start(mistake))
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_list_names_lines_and_tests_that_exist(mistake):
+    assert with_mistake(mistake, scripts.ROOT)
+    file, _, test = mistake["test"].partition("::")
+    text = (scripts.ROOT / file).read_text()
+    assert file.endswith(".ipynb") or f"def {test.partition('[')[0]}(" in text
 
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory) -> Path:
+    """Copy what git tracks, or would track."""
     folder = tmp_path_factory.mktemp("workshop")
-    mistakes.copy_workshop(folder)
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.check_output(command, cwd=scripts.ROOT, text=True)
+    for name in names.rstrip("\0").split("\0"):
+        if (scripts.ROOT / name).exists():  # it may be deleted and not committed yet
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(scripts.ROOT / name, folder / name)
     return folder
 
 
 @pytest.mark.weekly
-def test_a_copy_imports_its_own_utils(copy):
-    probe = copy / "tests" / "test_probe.py"
-    probe.write_text(PROBE)
-    found = mistakes.run(copy, "tests/test_probe.py")
-    probe.unlink()
-    assert (found.status, found.passed) == (0, 3), found.output
-
-
-@pytest.mark.weekly
-def test_without_a_mistake_all_of_these_tests_pass(copy):
-    tests = {mistake.test for mistake in ALL}
-    found = mistakes.run(copy, *tests, timeout=mistakes.TIMEOUT_S * len(tests))
-    assert found.status == 0, found.output
-    assert found.passed >= len(tests)
-
-
-@pytest.mark.weekly
-@pytest.mark.parametrize("mistake", ALL, ids=lambda mistake: mistake.name)
-def test_a_mistake_is_rejected(mistake, copy):
-    with mistakes.made(mistake, copy):
-        found = mistakes.run(copy, mistake.test)
-    assert mistakes.rejects(found, mistake), found.output
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_fails_the_test_named_for_it(mistake, copy):
+    marker = {"WORKSHOP_MISTAKE": uuid.uuid4().hex}
+    # no .pyc: it would be taken for fresh where an edit keeps the second and the size
+    ours = {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"} | marker
+    command = [sys.executable, "-m", "pytest", "-x", "--nbval", "--color=no"]
+    path = copy / mistake["file"]
+    right = path.read_text()
+    path.write_text(with_mistake(mistake, copy))
+    try:
+        done = subprocess.run(
+            [*command, "-p", "no:cacheprovider", mistake["test"]],
+            cwd=copy,
+            env=scripts.environment() | ours,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
+    finally:
+        path.write_text(right)
+        end_left_over(marker)
+    output = re.sub(r"\x1b\[[\d;]*m", "", done.stdout)  # a notebook's colours
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, output
+    assert re.search(mistake["error"], output), output
