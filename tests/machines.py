@@ -14,9 +14,18 @@ from pathlib import Path
 
 import psutil
 
-from tests.patience import PATIENCE
+from tests.waiting import TIMEOUT_S
 
 ADDRESS = "10.77.0.{}"  # inside of the namespaces only
+
+
+def may_mount() -> bool:
+    """Return whether this is root, and no container keeps CAP_SYS_ADMIN from it."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return False
+    return bool(int(status.partition("CapEff:")[2].split()[0], 16) >> 21 & 1)
 
 
 class Machine:
@@ -101,7 +110,7 @@ class Machine:
         """Cut its power."""
         if self._power:
             self._power.kill()
-            self._power.wait(PATIENCE)
+            self._power.wait(TIMEOUT_S)
         _ip("netns", "del", self._name)
 
 
@@ -137,7 +146,7 @@ def _ip(*arguments: str) -> None:
         OSError: it refuses.
     """
     done = subprocess.run(
-        ["ip", *arguments], capture_output=True, text=True, timeout=PATIENCE
+        ["ip", *arguments], capture_output=True, text=True, timeout=TIMEOUT_S
     )
     if done.returncode:
         raise OSError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")

@@ -1,31 +1,127 @@
-"""What the files of `02-ddp-pytorch-ray/cluster` have to hold beyond a schema: our rules.
+"""Rules for the files of `02-ddp-pytorch-ray/cluster`, beyond their schemas.
 
-A rule takes a manifest and yields a sentence per fault. Only what would hurt somebody is
-one: an open door, a lost run, a lesson that never arrives, a bill.
+Only what would hurt somebody is a rule: an open port, a lost run, a node that one person
+fills, a bill. Most are values that have to stand in a place: `MUST`. The others are
+functions that take a document and yield a sentence per fault: `RULES`.
 """
 
-import fnmatch
 import functools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 import yaml
-from packaging.requirements import Requirement
 
-from tests.tools.notebooks import ROOT
-from tests.workflow import gate_python
+from tests.scripts import ROOT
 
 CLUSTER = ROOT / "02-ddp-pytorch-ray" / "cluster"
 KUBERAY = CLUSTER / "kuberay"
-CONSTRAINTS = (ROOT / "constraints.txt").read_text()
-RAY = re.search(r"^ray==(\S+)$", CONSTRAINTS, re.MULTILINE)[1]
-# No commit can name itself, so the commands of the page put both in.
-IMAGE = "registry.example.com/distributed-pytorch:COMMIT"
-DASHBOARD, METRICS = 8265, {8080, 44227}
+GCS, DASHBOARD, METRICS = 6379, 8265, {8080, 44227}
+PRIVATE = {"10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10"}
+PRIVATE |= {"169.254.0.0/16"}  # a cloud's metadata, with the rights of the node
+GPU = "nvidia.com/gpu"
 UNITS = {"M": 10**6, "G": 10**9, "Mi": 2**20, "Gi": 2**30}
 SECRET = re.compile(r"TOKEN|PASSWORD|SECRET|KEY|CREDENTIAL", re.IGNORECASE)
+Rule = Callable[[dict], Iterator[str]]
+RULES: dict[str, tuple[str, Rule]] = {}  # by name: which documents, and the function
+ABSENT = None
+# The shared Ray's dashboard is the one thing inside that a seat may reach.
+TO_THE_HEAD = {
+    "to": [
+        {
+            "namespaceSelector": {
+                "matchLabels": {"kubernetes.io/metadata.name": "workshop"}
+            },
+            "podSelector": {"matchLabels": {"ray.io/node-type": "head"}},
+        }
+    ],
+    "ports": [{"port": DASHBOARD, "protocol": "TCP"}],
+}
+# Of which documents (their names in `everything`), where in them: what has to stand there,
+# and what happens else.
+MUST: dict[str, dict[str, tuple[object, str]]] = {
+    "*/RayCluster": {
+        "spec authOptions mode": ("token", "whoever reaches a port runs code"),
+        "spec headGroupSpec rayStartParams num-cpus": (
+            "0",
+            "training can kill the head",
+        ),
+        "spec headGroupSpec serviceType": (ABSENT, "reached from outside"),
+        "spec headGroupSpec headService": (ABSENT, "reached from outside"),
+        "spec headGroupSpec enableIngress": (ABSENT, "reached from outside"),
+        "spec enableInTreeAutoscaling": (ABSENT, "the head may change all pods there"),
+    },
+    "*/pod *": {
+        "spec automountServiceAccountToken": (False, "it has rights in Kubernetes"),
+        "spec securityContext runAsNonRoot": (True, "it runs as root"),
+        "spec securityContext fsGroup": (1000, "the shared volume belongs to root"),
+        "spec containers 0 securityContext allowPrivilegeEscalation": (
+            False,
+            "it may become root",
+        ),
+    },
+    "*/Namespace": {
+        "metadata labels pod-security.kubernetes.io/enforce": (
+            "restricted",
+            "pods run as root",
+        ),
+    },
+    "*/ResourceQuota": {
+        "spec hard services.loadbalancers": (
+            "0",
+            "somebody opens a port to the internet",
+        ),
+        "spec hard services.nodeports": ("0", "somebody opens a port of all nodes"),
+    },
+    "room/ResourceQuota": {
+        "spec hard requests.nvidia.com/gpu": ("2", "a typing error orders many GPUs"),
+    },
+    "room/PersistentVolumeClaim": {
+        "spec accessModes": (["ReadWriteMany"], "one node alone has the runs"),
+    },
+    "*/NetworkPolicy": {
+        "spec policyTypes": (["Ingress", "Egress"], "one direction is open to all"),
+    },
+    "kuberay/ray-job.yaml": {
+        "spec entrypointNumCpus": (1, "the driver is one more process of the head"),
+    },
+    "hub/values.yaml": {
+        "hub config JupyterHub authenticator_class": (
+            "shared-password",
+            "anybody comes",
+        ),
+        "hub config JupyterHub admin_access": (False, "one password opens all seats"),
+        "hub config Authenticator allow_all": (ABSENT, "one takes any number of seats"),
+        "hub config SharedPasswordAuthenticator": (ABSENT, "the password is published"),
+        "proxy service type": ("ClusterIP", "passwords travel without encryption"),
+        "singleuser storage homeMountPath": ("/home/ray", "the home hides the lessons"),
+        "singleuser storage type": (ABSENT, "a home does not last"),
+        "singleuser networkPolicy enabled": (ABSENT, "seats reach all that is private"),
+        "singleuser networkPolicy egressAllowRules": (ABSENT, "seats reach more"),
+        "singleuser networkPolicy egress": ([TO_THE_HEAD], "seats join the shared Ray"),
+        "cull enabled": (ABSENT, "seats cost money all night"),
+        "cull maxAge": (43200, "a seat with a busy kernel costs money all night"),
+    },
+    "monitoring/prometheus-stack-values.yaml": {
+        "grafana grafana.ini auth.anonymous org_role": (
+            "Viewer",
+            "readers change things",
+        ),
+    },
+    "anyscale/compute.*.yaml": {
+        "head_node resources": ({"CPU": 0, "GPU": 0}, "training can kill the head"),
+        "worker_nodes 0 max_nodes": (2, "anybody's code orders machines"),
+    },
+    "anyscale/workspace.yaml": {
+        "idle_termination_minutes": (60, "it costs money until somebody remembers it"),
+    },
+    "anyscale/job.yaml": {
+        "timeout_s": (3600, "a job that hangs costs money until somebody looks"),
+    },
+}
 
 
 def documents(path: Path) -> list[dict]:
@@ -39,16 +135,15 @@ def documents(path: Path) -> list[dict]:
 def built(folder: Path) -> list[dict]:
     """Return what `kubectl kustomize` makes of a folder, of the few keys that ours use.
 
-    A patch is a list of operations with a path each (RFC 6902). A key that is not known
-    here raises; test_manifests.py compares with kubectl where that is installed.
+    A patch is a list of "add" and "replace" with a path each (RFC 6902). A key that is not
+    known here raises; test_manifests.py compares with kubectl where that is installed.
     """
     (kustomization,) = documents(folder / "kustomization.yaml")
     names = ("namespace", "nameSuffix", "resources", "patches")
     namespace, suffix, resources, patches = (kustomization.pop(n, None) for n in names)
     assert set(kustomization) == {"apiVersion", "kind"}, f"{kustomization} of {folder}"
     found = []
-    for name in resources:
-        path = folder / name
+    for path in (folder / name for name in resources):
         found += built(path) if path.is_dir() else documents(path)
     for each in found:
         for patch in patches or []:
@@ -69,8 +164,7 @@ def apply(operation: dict, document: dict) -> None:
         KeyError, IndexError: the path does not lead there, or what to replace is not there.
     """
     words = [word.replace("~1", "/") for word in operation["path"].split("/")[1:]]
-    steps = [int(word) if word.isdigit() else word for word in words]
-    *way, last = steps
+    *way, last = [int(word) if word.isdigit() else word for word in words]
     there = functools.reduce(lambda part, step: part[step], way, document)
     if operation["op"] == "replace":
         there[last]
@@ -79,35 +173,66 @@ def apply(operation: dict, document: dict) -> None:
     there[last] = operation["value"]
 
 
-def clusters() -> dict[str, dict]:
-    """Return the specification of every Ray cluster, by the folder that it is built of."""
+def everything() -> dict[str, dict]:
+    """Return all documents: of Kubernetes by folder and kind, others by their file.
+
+    The pods of a Ray cluster stand beside it, as objects of Kubernetes.
+    """
     found = {}
-    for path in sorted(KUBERAY.glob("*/kustomization.yaml")):
-        for each in built(path.parent):
+    for folder in sorted(path.parent for path in KUBERAY.glob("*/kustomization.yaml")):
+        for each in built(folder):
+            found[f"{folder.name}/{each['kind']}"] = each
             if each["kind"] == "RayCluster":
-                found[path.parent.name] = each["spec"]
+                for group in (
+                    each["spec"]["headGroupSpec"],
+                    *each["spec"]["workerGroupSpecs"],
+                ):
+                    pod = {
+                        "apiVersion": "v1",
+                        "kind": "Pod",
+                        "metadata": {"name": "ray"},
+                    }
+                    pod["spec"] = group["template"]["spec"]
+                    found[f"{folder.name}/pod {group.get('groupName', 'head')}"] = pod
+    for path in sorted({*CLUSTER.rglob("*.yaml")} - {*KUBERAY.glob("*/*.yaml")}):
+        for number, each in enumerate(documents(path)):
+            name = path.relative_to(CLUSTER).as_posix()
+            found[f"{name} {number}" if number else name] = each
     return found
 
 
-def pods(spec: dict) -> Iterator[tuple[str, dict]]:
-    """Yield the pods of a Ray cluster: what each is, and its specification."""
-    yield "head", spec["headGroupSpec"]["template"]["spec"]
-    for group in spec["workerGroupSpecs"]:
-        yield f"group {group['groupName']}", group["template"]["spec"]
+def at(document: dict, path: str) -> object:
+    """Return what stands at a path of keys, as "spec hard pods"; else ABSENT."""
+    there: Any = document
+    for key in path.split():
+        try:
+            there = there[int(key) if key.isdigit() else key]
+        except (KeyError, IndexError):
+            return ABSENT
+    return there
 
 
-def containers(spec: dict) -> Iterator[tuple[str, dict, dict]]:
-    """Yield the container of Ray in every pod, with the pod."""
-    for name, pod in pods(spec):
-        yield name, pod, pod["containers"][0]
+def faults(name: str, document: dict) -> list[str]:
+    """Return what is wrong with a document, each after its place or its rule's name."""
+    found = []
+    for pattern, places in MUST.items():
+        for path, (value, why) in places.items():
+            if fnmatch(name, pattern) and at(document, path) != value:
+                found.append(f"{path}: {at(document, path)}, so {why}")
+    for pattern, rule in RULES.values():
+        if fnmatch(name, pattern):
+            found += [f"{rule.__name__}: {fault}" for fault in rule(document)]
+    return found
 
 
-def environment(container: dict) -> dict:
-    """Return the variables of a container by name: a text, or where the value is from."""
-    variables = container.get("env", [])
-    return {
-        each["name"]: each.get("value", each.get("valueFrom")) for each in variables
-    }
+def rule(pattern: str) -> Callable[[Rule], Rule]:
+    """Make a function a rule for all documents whose name fits the pattern."""
+
+    def add(function: Rule) -> Rule:
+        RULES[function.__name__] = pattern, function
+        return function
+
+    return add
 
 
 def quantity(text: str) -> float:
@@ -116,459 +241,160 @@ def quantity(text: str) -> float:
     return float(number) * UNITS[unit]
 
 
-def tag(spec: dict) -> Iterator[str]:
-    """The image is that of a commit, pulled once, with the pinned Ray in it."""
-    for name, _, container in containers(spec):
-        if container["image"] != IMAGE:
-            yield f"{name}: {container['image']} is not {IMAGE}, which the page replaces"
-        if container.get("imagePullPolicy", "IfNotPresent") != "IfNotPresent":
-            yield f"{name}: every start pulls 7 GB, though a commit does not change"
-    if spec.get("upgradeStrategy") != {"type": "Recreate"}:
-        yield "pods keep the image that they have: a mended lesson never arrives"
-    if spec.get("rayVersion") != RAY:
-        yield f"rayVersion is {spec.get('rayVersion')}, and {RAY} is pinned"
+def environment(pod: dict) -> dict:
+    """Return the variables of a pod by name: a text, or where the value is from."""
+    every = pod["spec"]["containers"][0].get("env", [])
+    return {each["name"]: each.get("value", each.get("valueFrom")) for each in every}
 
 
-def token(spec: dict) -> Iterator[str]:
-    """Ray asks for a token, which the operator makes."""
-    if spec.get("authOptions", {}).get("mode") != "token":
-        yield "Ray asks for no token: whoever reaches a port runs code"
+def mounted(volumes: list[dict], mounts: list[dict], path: str) -> dict:
+    """Return the volume that is mounted at a path to be written to; {} if there is none."""
+    by_name = {volume["name"]: volume for volume in volumes}
+    for mount in mounts:
+        if mount["mountPath"] == path and not mount.get("readOnly"):
+            return by_name[mount["name"]]
+    return {}
 
 
-def no_secret(spec: dict) -> Iterator[str]:
+def mounted_in(pod: dict, path: str) -> dict:
+    mounts = pod["spec"]["containers"][0]["volumeMounts"]
+    return mounted(pod["spec"]["volumes"], mounts, path)
+
+
+@rule("*/pod *")
+def no_secret(pod: dict) -> Iterator[str]:
     """Nothing secret is typed into a manifest."""
-    for name, _, container in containers(spec):
-        for variable, value in environment(container).items():
-            if SECRET.search(variable) and isinstance(value, str):
-                yield f"{name}: {variable} is typed here: take it from a secret"
+    for variable, value in environment(pod).items():
+        if SECRET.search(variable) and isinstance(value, str):
+            yield f"{variable} is typed here: take it from a secret"
 
 
-def no_rights(spec: dict) -> Iterator[str]:
-    """What participants run has no rights in Kubernetes, and is no root."""
-    if spec.get("enableInTreeAutoscaling"):
-        yield "the autoscaler's account may change every pod of the namespace"
-    for name, pod, container in containers(spec):
-        if pod.get("automountServiceAccountToken") is not False:
-            yield f"{name}: has a token of Kubernetes"
-        user, own = pod.get("securityContext", {}), container.get("securityContext", {})
-        if not user.get("runAsNonRoot") or not user.get("runAsUser"):
-            yield f"{name}: runs as root"
-        if own.get("allowPrivilegeEscalation") is not False or own.get("privileged"):
-            yield f"{name}: may gain privileges"
-        if own.get("capabilities", {}).get("drop") != ["ALL"]:
-            yield f"{name}: keeps capabilities of root"
+@rule("*/pod *")
+def open_ports(pod: dict) -> Iterator[str]:
+    """Ray Client's is none of them."""
+    found = {each["containerPort"] for each in pod["spec"]["containers"][0]["ports"]}
+    if not found:
+        yield "KubeRay opens its own choice, Ray Client's port too"
+    if found - {GCS, DASHBOARD, *METRICS}:
+        yield f"it opens {sorted(found)}"
 
 
-def closed(spec: dict) -> Iterator[str]:
-    """The head's service is for the inside of the cluster, and has no Ray Client."""
-    head = spec["headGroupSpec"]
-    own = head.get("headService", {}).get("spec", {}).get("type", "ClusterIP")
-    if {head.get("serviceType", "ClusterIP"), own} != {"ClusterIP"}:
-        yield "the head's service can be reached from outside"
-    if head.get("enableIngress"):
-        yield "the head has an ingress"
-    for name, _, container in containers(spec):
-        found = {port["containerPort"] for port in container.get("ports", [])}
-        if not found or found - {
-            6379,
-            DASHBOARD,
-            *METRICS,
-        }:  # none: KubeRay opens 10001
-            yield f"{name}: opens {sorted(found) or 'what KubeRay opens by default'}"
-
-
-def storage(spec: dict) -> Iterator[str]:
-    """Runs are written to a claim that all pods mount, and that they may write to."""
+@rule("*/pod *")
+def storage(pod: dict) -> Iterator[str]:
+    """Runs are written to the claim that all pods mount."""
     (claim,) = documents(KUBERAY / "room" / "storage.yaml")
-    for name, pod, container in containers(spec):
-        claims = {
-            volume["name"]
-            for volume in pod["volumes"]
-            if volume.get("persistentVolumeClaim", {}).get("claimName")
-            == claim["metadata"]["name"]
-        }
-        mounts = {
-            mount["mountPath"]
-            for mount in container["volumeMounts"]
-            if mount["name"] in claims and not mount.get("readOnly")
-        }
-        if environment(container).get("WORKSHOP_STORAGE") not in mounts:
-            yield f"{name}: WORKSHOP_STORAGE is not on the shared volume"
-        if not pod.get("securityContext", {}).get("fsGroup"):
-            yield f"{name}: fsGroup is missing, so the volume belongs to root"
+    volume = mounted_in(pod, environment(pod).get("WORKSHOP_STORAGE"))
+    name = volume.get("persistentVolumeClaim", {}).get("claimName")
+    if name != claim["metadata"]["name"]:
+        yield "WORKSHOP_STORAGE is not on the shared volume: runs go with the pod"
 
 
-def shared_memory(spec: dict) -> Iterator[str]:
+@rule("*/pod *")
+def shared_memory(pod: dict) -> Iterator[str]:
     """/dev/shm is in memory, and holds the 30% that Ray takes for objects."""
-    for name, pod, container in containers(spec):
-        shared = mounted(pod, container, "/dev/shm")
-        limit = quantity(container["resources"]["limits"]["memory"])
-        size = quantity(shared.get("sizeLimit", "0Gi"))
-        if shared.get("medium") != "Memory" or not 0.3 * limit <= size <= 0.5 * limit:
-            yield f"{name}: /dev/shm is not 30% to 50% of its memory"
+    shared = mounted_in(pod, "/dev/shm").get("emptyDir", {})
+    limit = quantity(pod["spec"]["containers"][0]["resources"]["limits"]["memory"])
+    size = quantity(shared.get("sizeLimit", "0Gi"))
+    if shared.get("medium") != "Memory" or not 0.3 * limit <= size <= 0.5 * limit:
+        yield "/dev/shm is not 30% to 50% of its memory"
 
 
-def mounted(pod: dict, container: dict, path: str) -> dict:
-    """Return the empty folder that a container has at a path; {} if there is none."""
-    volumes = {volume["name"]: volume for volume in pod["volumes"]}
-    names = [m["name"] for m in container["volumeMounts"] if m["mountPath"] == path]
-    return volumes[names[0]].get("emptyDir", {}) if names else {}
+@rule("*/pod *")
+def limits(pod: dict) -> Iterator[str]:
+    """CPU, memory and disk have a limit: logs and spilled objects, too."""
+    for what in ("requests", "limits"):
+        named = pod["spec"]["containers"][0]["resources"].get(what, {})
+        if not {"cpu", "memory"} <= named.keys():
+            yield f"name CPU and memory in its {what}"
+    if not mounted_in(pod, "/tmp/ray").get("emptyDir", {}).get("sizeLimit"):
+        yield "one dataset that spills fills the node's disk"
 
 
-def bounds(spec: dict) -> Iterator[str]:
-    """CPU, memory and disk of every pod have a limit: logs and spilled objects, too."""
-    for name, pod, container in containers(spec):
-        if not {"cpu", "memory"} <= container["resources"].get("limits", {}).keys():
-            yield f"{name}: limit CPU and memory"
-        if not mounted(pod, container, "/tmp/ray").get("sizeLimit"):
-            yield f"{name}: one dataset that spills fills the node's disk"
+@rule("*/pod workers")
+def last_checkpoint(pod: dict) -> Iterator[str]:
+    """A worker that is told to end has the time that Ray announces, and some more."""
+    variables = environment(pod)
+    announced = float(variables.get("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", 30))
+    if announced < 60:
+        yield f"{announced} s are too short for a last checkpoint"
+    if pod["spec"].get("terminationGracePeriodSeconds", 30) < announced + 15:
+        yield f"SIGKILL comes before Ray's deadline of {announced} s"
 
 
-def head(spec: dict) -> Iterator[str]:
-    """The head offers Ray no CPU and no GPU: training there would take all runs along."""
-    (_, _, container), *_ = containers(spec)
-    if spec["headGroupSpec"]["rayStartParams"].get("num-cpus") != "0":
-        yield 'the head runs training: set num-cpus to "0"'
-    if "nvidia.com/gpu" in container["resources"]["limits"]:
-        yield "the head takes a GPU"
+@rule("*/pod workers")
+def gpus_are_used(pod: dict) -> Iterator[str]:
+    """Who pays for GPUs trains on them, and no other pod sits on their nodes."""
+    has_gpu = GPU in pod["spec"]["containers"][0]["resources"]["limits"]
+    if environment(pod).get("WORKSHOP_MODE") != ("full" if has_gpu else "smoke"):
+        yield f"WORKSHOP_MODE is {environment(pod).get('WORKSHOP_MODE')}"
+    tolerated = {each["key"] for each in pod["spec"].get("tolerations", [])}
+    if has_gpu != (GPU in tolerated):
+        yield "nodes with GPUs are not tolerated, or others are"
 
 
-def grace(spec: dict) -> Iterator[str]:
-    """A pod that is told to end has the time that Ray announces, and some more."""
-    _, *workers = containers(spec)
-    for name, pod, container in workers:
-        drain = environment(container).get(
-            "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "30"
-        )
-        if pod.get("terminationGracePeriodSeconds", 30) < float(drain) + 15:
-            yield f"{name}: SIGKILL comes before Ray's deadline of {drain} s has passed"
-        if float(drain) < 60:
-            yield f"{name}: {drain} s are too short for a last checkpoint"
-
-
-def gpus(spec: dict) -> Iterator[str]:
-    """Full mode where workers have GPUs; they find a node also if none is alive."""
-    every = list(containers(spec))
-    _, *workers = every
-    for name, pod, container in workers:
-        has_gpu = "nvidia.com/gpu" in container["resources"]["limits"]
-        modes = {environment(each).get("WORKSHOP_MODE") for _, _, each in every}
-        if modes != {"full" if has_gpu else "smoke"}:
-            yield f"{name}: WORKSHOP_MODE is {modes}"
-        tolerated = [each["key"] for each in pod.get("tolerations", [])]
-        if has_gpu != ("nvidia.com/gpu" in tolerated):
-            yield f"{name}: nodes with GPUs are not tolerated, or others are"
-        if pod.get("nodeSelector"):
-            yield f"{name}: an empty pool has no node with a label, so it never starts"
-
-
-RULES = (tag, token, no_secret, no_rights, closed, storage, shared_memory, bounds)
-RULES += (head, grace, gpus)
-
-
-def faults(spec: dict) -> list[str]:
-    """What the rules find in a Ray cluster, each after its rule's name."""
-    return [f"{rule.__name__}: {fault}" for rule in RULES for fault in rule(spec)]
-
-
-def room_faults(document: dict) -> Iterator[str]:
-    """The namespace refuses root, has bounds, and all nodes mount its volume."""
-    kind, spec = document["kind"], document.get("spec", {})
-    if kind == "Namespace":
-        labels = document["metadata"].get("labels", {})
-        if labels.get("pod-security.kubernetes.io/enforce") != "restricted":
-            yield "the namespace lets pods run as root"
-    elif kind == "ResourceQuota":
-        wanted = {"pods", "limits.cpu", "limits.memory", "requests.nvidia.com/gpu"}
-        if missing := wanted - spec["hard"].keys():
-            yield f"nothing bounds {sorted(missing)}"
-        if spec["hard"].get("services.loadbalancers") != "0":
-            yield "somebody may open a door to the internet"
-    elif kind == "PersistentVolumeClaim" and (
-        spec["accessModes"] != ["ReadWriteMany"] or not spec.get("storageClassName")
-    ):
-        yield "the volume cannot be mounted by all nodes"
-
-
-def _has_a_name(peer: dict) -> bool:
+def is_named(peer: dict) -> bool:
     """Return whether a policy says who it is: an empty selector is everybody."""
     return any(each.get("matchLabels") for each in peer.values())
 
 
-def policy_faults(document: dict) -> Iterator[str]:
-    """Every way in has a name, all ports are for the cluster, and no way goes inside."""
-    spec = document["spec"]
-    own = [{"podSelector": spec["podSelector"]}]
-    if not spec["podSelector"].get("matchLabels", {}).get("ray.io/cluster"):
-        yield "pods of other clusters come in: select by ray.io/cluster"
-    if set(spec.get("policyTypes", [])) != {"Ingress", "Egress"}:
-        yield "one of the two directions is open to all"
-    for way in spec.get("ingress", []):
-        if not way.get("from") or not all(map(_has_a_name, way["from"])):
+def ports(way: dict) -> set[int]:
+    return {each["port"] for each in way.get("ports", [])}
+
+
+@rule("*/NetworkPolicy")
+def policy_of_one_cluster(policy: dict) -> Iterator[str]:
+    """It is for the pods of the cluster that has its name, and not for those of others."""
+    chosen = re.findall(r"ray.io/cluster': '([\w-]+)'", str(policy["spec"]))
+    if chosen != [policy["metadata"]["name"]] * 3:
+        yield f"it lets pods of {chosen} talk to each other"
+
+
+@rule("*/NetworkPolicy")
+def policy_inwards(policy: dict) -> Iterator[str]:
+    """Who comes in has a name; all ports are for the cluster's own pods."""
+    own = [{"podSelector": policy["spec"]["podSelector"]}]
+    for way in policy["spec"].get("ingress", []):
+        if not way.get("from") or not all(map(is_named, way["from"])):
             yield "somebody without a name may come in"
         if not way.get("ports") and way.get("from") != own:
             yield "somebody who is not of this cluster has all ports"
-        numbers = {each["port"] for each in way.get("ports", [])}
-        if not numbers <= {DASHBOARD, *METRICS}:
-            yield f"ports {sorted(numbers)} are let through"
-    for way in spec.get("egress", []):
-        numbers = {each["port"] for each in way.get("ports", [])}
-        whom = way.get("to", [])
-        named = ("ipBlock" in peer or _has_a_name(peer) for peer in whom)
-        if not all(named) or (not whom and numbers != {53}):
+        if ports(way) - {DASHBOARD, *METRICS}:
+            yield f"ports {sorted(ports(way))} are let through"
+
+
+@rule("*/NetworkPolicy")
+def policy_outwards(policy: dict) -> Iterator[str]:
+    """What participants run reaches nothing private but what has a name."""
+    for way in policy["spec"].get("egress", []):
+        if not way.get("to") and ports(way) != {53}:
             yield "what participants run reaches everybody"
-        for block in [each["ipBlock"] for each in whom if "ipBlock" in each]:
-            private = {
-                "10.0.0.0/8",
-                "172.16.0.0/12",
-                "192.168.0.0/16",
-                "169.254.0.0/16",
-                "100.64.0.0/10",
-            }
-            if private - set(block.get("except", [])):
+        for peer in way.get("to", []):
+            excepted = peer.get("ipBlock", {}).get("except", [])
+            if not is_named(peer) and PRIVATE - set(excepted):
                 yield "what participants run reaches private addresses"
 
 
-def job_faults(document: dict) -> Iterator[str]:
-    """A job can be created twice, runs a script that is there, and not on the head."""
-    spec, metadata = document["spec"], document["metadata"]
-    if "name" in metadata or not metadata.get("generateName"):
-        yield "a second run has the name of the first, and never starts"
-    (cluster,) = [d for d in built(KUBERAY / "cluster") if d["kind"] == "RayCluster"]
-    if spec.get("clusterSelector") != {"ray.io/cluster": cluster["metadata"]["name"]}:
-        yield "the job is not for the standing cluster"
-    if not spec.get("entrypointNumCpus"):
-        yield "the driver runs on the head"
-    script = re.search(r"/opt/workshop/(\S+\.py)", spec["entrypoint"])
-    if not script or not (ROOT / script[1]).exists():
-        yield f"{spec['entrypoint']!r} runs no script of ours"
-
-
-# The shared Ray's head, the one thing inside that a seat may reach.
-HEAD = {
-    "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "workshop"}},
-    "podSelector": {"matchLabels": {"ray.io/node-type": "head"}},
-}
-
-
-def seat_faults(values: dict) -> Iterator[str]:
-    """A seat has bounds, a home that hides no lesson, and reaches only Ray inside."""
+@rule("hub/values.yaml")
+def seat_limits(values: dict) -> Iterator[str]:
+    """A seat has its share of a node, with shared memory, and no more."""
     seat = values["singleuser"]
-    name = f"{seat['image']['name']}:{seat['image']['tag']}"
-    if name != IMAGE or seat["image"].get("pullPolicy", "IfNotPresent") == "Always":
-        yield f"{name} is not {IMAGE}, which the page replaces"
     for what in ("cpu", "memory"):
-        if not seat.get(what, {}).get("limit"):
+        if not {"limit", "guarantee"} <= seat.get(what, {}).keys():
             yield f"one person may take all {what} of a node"
     if not seat.get("extraResource", {}).get("limits", {}).get("ephemeral-storage"):
         yield "one person may fill a node's disk"
-    room = seat["storage"]
-    volumes, mounts = room.get("extraVolumes", {}), room.get("extraVolumeMounts", {})
-    shared = [m["name"] for m in mounts.values() if m["mountPath"] == "/dev/shm"]
-    memory = volumes.get(shared[0], {}).get("emptyDir", {}) if shared else {}
+    own = (
+        seat["storage"][key].values() for key in ("extraVolumes", "extraVolumeMounts")
+    )
+    memory = mounted(*own, "/dev/shm").get("emptyDir", {})
     if memory.get("medium") != "Memory" or quantity(memory["sizeLimit"]) < 4 * 2**30:
         yield "/dev/shm is less than the 4 GiB that Ray asks for"
-    if "/opt/workshop".startswith(room["homeMountPath"]):
-        yield "the home hides the lessons of the image"
-    if seat.get("cloudMetadata", {}).get("blockWithIptables") is not False:
-        yield "a container of root is put before every seat"
-    network = seat.get("networkPolicy", {})
-    if not network.get("enabled", True) or network.get("egressAllowRules"):
-        yield "seats reach more than the chart lets them"
-    for way in network.get("egress", []):
-        numbers = [each["port"] for each in way.get("ports", [])]
-        if numbers != [DASHBOARD] or way.get("to") != [HEAD]:
-            yield f"seats reach {numbers or 'all ports'} of {way.get('to', 'everybody')}"
-    if room.get("type", "dynamic") == "none":
-        yield "a home does not last"
 
 
-def hub_faults(values: dict) -> Iterator[str]:
-    """No password stands here, nobody opens another's seat, and the night is free."""
-    config = values["hub"]["config"]
-    if any(SECRET.search(key) for part in config.values() for key in part):
-        yield "a password is typed here: give it on the command line"
-    if config["JupyterHub"]["authenticator_class"] == "dummy":
-        yield "anybody may log in with any name"
-    if config["JupyterHub"].get("admin_access") is not False:
-        yield "an administrator's password opens all seats"
-    if config["Authenticator"].get("allow_all"):
-        yield "whoever has the password may take any number of seats"
-    if not config["Authenticator"].get("allowed_users"):
-        yield "nobody may log in"
-    if values["proxy"]["service"]["type"] != "ClusterIP":
-        yield "the password goes over the network without encryption"
-    if not values["cull"].get("enabled", True) or not values["cull"].get("maxAge"):
-        yield "a seat with a busy kernel runs all night"
-    if not values.get("prePuller", {}).get("hook", {}).get("enabled", True):
-        yield "people wait for the image"
-    if not values["scheduling"]["podPriority"].get("enabled"):
-        yield "a placeholder does not give way to a person"
-    yield from seat_faults(values)
-
-
-def gpu_seat_faults(values: dict) -> Iterator[str]:
-    """A seat with a GPU is chosen on purpose, and keeps the other bounds."""
-    profiles = values["singleuser"]["profileList"]
-    pulls = values.get("prePuller", {}).get("extraTolerations", [])
-    for each in profiles:
-        wanted = each.get("kubespawner_override", {}).get("tolerations", [])
-        if any(toleration not in pulls for toleration in wanted):
-            yield f"{each['display_name']}: the image is not pulled before people come"
-    defaults = [each for each in profiles if each.get("default")]
-    if len(defaults) != 1 or "kubespawner_override" in defaults[0]:
-        yield "who chooses nothing may get a GPU"
-    for each in profiles:
-        override = each.get("kubespawner_override", {})
-        limits = override.get("extra_resource_limits", {})
-        if override and not {"nvidia.com/gpu", "ephemeral-storage"} <= limits.keys():
-            yield f"{each['display_name']}: a limit is lost, as the whole map is replaced"
-
-
-def monitor_faults(document: dict) -> Iterator[str]:
-    """A monitor looks at ports that are there, and is one that Prometheus looks at."""
-    if document["metadata"].get("labels") != {"release": "prometheus"}:
-        yield "Prometheus does not look at this monitor"
-    spec = document["spec"]
-    if spec["namespaceSelector"] != {"matchNames": ["workshop"]}:
-        yield "the monitor looks into another namespace"
-    node = spec["selector"]["matchLabels"].get("ray.io/node-type", "worker")
-    there = {n.partition(" ")[0]: c for n, _, c in containers(clusters()["cluster"])}
-    container = there["head" if node == "head" else "group"]
-    wanted = {p["name"] for p in container["ports"] if p["name"].endswith("metrics")}
-    if {each["port"] for each in spec["podMetricsEndpoints"]} != wanted:
-        yield f"the monitor of {node} does not look at {sorted(wanted)}"
-    for each in spec["podMetricsEndpoints"]:
-        labels = [relabel["targetLabel"] for relabel in each.get("relabelings", [])]
-        if labels != ["ray_io_cluster"]:
-            yield "Ray's dashboards cannot tell clusters apart"
-
-
-def stack_faults(document: dict) -> Iterator[str]:
-    """Grafana may stand in Ray's dashboard, finds dashboards, and is not public."""
-    grafana = document["grafana"]
-    settings = grafana["grafana.ini"]
-    if not settings["security"].get("allow_embedding"):
-        yield "Grafana refuses to stand in Ray's dashboard"
-    if settings["auth.anonymous"].get("org_role") != "Viewer":
-        yield "readers without a password may do more than read"
-    if grafana["sidecar"]["dashboards"].get("label") != "grafana_dashboard":
-        yield "Grafana does not look for dashboards"
-    for name in ("grafana", "prometheus"):
-        if document[name]["service"]["type"] != "ClusterIP":
-            yield f"{name} can be reached from outside"
-
-
-def prometheus_faults(document: dict) -> Iterator[str]:
-    """Prometheus asks what Ray lists."""
-    (scrape,) = document["scrape_configs"]
-    files = [file for each in scrape["file_sd_configs"] for file in each["files"]]
-    if files != ["/tmp/ray/prom_metrics_service_discovery.json"]:
-        yield "Prometheus does not read Ray's list of addresses"
-    if scrape.get("static_configs"):
-        yield "addresses are typed that Ray chooses"
-
-
-def containerfile_faults(text: str) -> Iterator[str]:
-    """An image holds the pins on the Python of CI, and ends as a normal user."""
-    lines = [line.split(maxsplit=1) for line in text.splitlines() if line.strip()]
-    steps = [(line[0], line[1]) for line in lines if line[0].isupper()]
-    bases = [value for name, value in steps if name == "FROM"]
-    python = gate_python()
-    if bases != [f"python:{python}-slim-bookworm"]:
-        yield f"the image is built on {bases}, not on Python {python}"
-    if "-r requirements.txt" not in text:
-        yield "the image does not hold what is pinned"
-    if "COPY --chown=ray:ray . ." not in text:
-        yield "the lessons belong to root, and the pod runs as 1000"
-    hub = re.search(r"^jupyterhub==", (CLUSTER / "hub/requirements.txt").read_text())
-    if not hub or "hub/requirements.txt" not in text:
-        yield "the image is no seat: it lacks what the hub starts"
-    if [value for name, value in steps if name == "USER"][-1:] != ["1000"]:
-        yield "the image runs as root"
-
-
-def anyscale_image_faults(text: str) -> Iterator[str]:
-    """The pins stand in this file as in requirements.txt: Ray's is that of the base."""
-    base = f"FROM anyscale/ray:{RAY}-slim-py{gate_python().replace('.', '')}"
-    if base not in text.splitlines():
-        yield f"the image is not built {base}"
-    found = {
-        line.strip(' "\\') for line in text.partition("pip install")[2].splitlines()
-    }
-    wanted = set()
-    for line in (ROOT / "requirements.txt").read_text().splitlines():
-        line = line.partition("#")[0].strip()
-        if (
-            line
-            and not line.startswith("-")
-            and (each := Requirement(line)).name != "ray"
-        ):
-            pin = re.search(rf"^{each.name}==[^\s;]+", CONSTRAINTS, re.MULTILINE)
-            wanted.add(line if "<" in line else pin[0])
-    if missing := wanted - found:
-        yield f"pins are missing or others: {sorted(missing)}"
-
-
-def compute_faults(document: dict) -> Iterator[str]:
-    """A seat has a fixed number of workers, and a head that trains nothing."""
-    if document["head_node"].get("resources") != {"CPU": 0, "GPU": 0}:
-        yield "the head runs training"
-    for group in document["worker_nodes"]:
-        if not 2 <= group["min_nodes"] == group["max_nodes"] <= 16:
-            yield f"group {group['name']}: the number of workers is not fixed"
-
-
-def workspace_faults(document: dict) -> Iterator[str]:
-    """A workspace or job stops by itself, and names files and configurations of ours."""
-    ends = document.get("idle_termination_minutes") or document.get("timeout_s")
-    if not ends or ends > 3600:
-        yield "it never stops by itself"
-    if not re.fullmatch(
-        r"anyscale/image/distributed-pytorch:\d+", document["image_uri"]
-    ):
-        yield f"{document['image_uri']} is not the image that the page builds"
-    name = document["compute_config"].removeprefix("distributed-pytorch-")
-    if not (CLUSTER / "anyscale" / f"compute.{name}.yaml").exists():
-        yield f"{document['compute_config']} is made of no file here"
-    script = document.get("entrypoint", "python README.md").split()[1]
-    if not (ROOT / script).exists():
-        yield f"{script} is not there"
-    if script.endswith(".py") and ".venv" not in document.get("excludes", []):
-        yield "the environment is sent along"
-
-
-# Which rules a file is under; "cluster" are the RULES above.
-COVERED = {
-    "Containerfile": containerfile_faults,
-    "README.md": "page",
-    "SECURITY.md": "page",
-    "anyscale/Containerfile": anyscale_image_faults,
-    "anyscale/compute.*.yaml": compute_faults,
-    "anyscale/workspace.yaml": workspace_faults,
-    "anyscale/job.yaml": workspace_faults,
-    "hub/requirements.txt": "page",  # its one version stands there, too
-    "hub/values.yaml": hub_faults,
-    "hub/values.gpu.yaml": gpu_seat_faults,
-    "kuberay/*/kustomization.yaml": "cluster",
-    "kuberay/cluster/network-policy.yaml": policy_faults,
-    "kuberay/cluster/ray-cluster.yaml": "cluster",
-    "kuberay/ray-job.yaml": job_faults,
-    "kuberay/room/*.yaml": room_faults,
-    "monitoring/README.md": "page",
-    "monitoring/pod-monitor.yaml": monitor_faults,
-    "monitoring/produce.py": "program",  # under the linter
-    "monitoring/prometheus-stack-values.yaml": stack_faults,
-    "monitoring/prometheus.yml": prometheus_faults,
-    "one-machine/jupyterhub_config.py": "program",  # tests/test_one_machine.py starts it
-    "one-machine/requirements.txt": "page",
-}
-
-
-def rule_of(path: Path):
-    """Return the rule that a file of cluster/ is under, None if there is none."""
-    name = path.relative_to(CLUSTER).as_posix()
-    found = [
-        rule for pattern, rule in COVERED.items() if fnmatch.fnmatch(name, pattern)
-    ]
-    return found[0] if found else None
+@rule("hub/values.gpu.yaml")
+def seat_with_a_gpu(values: dict) -> Iterator[str]:
+    """It keeps the limit of the disk: a profile replaces the whole map of limits."""
+    for each in values["singleuser"]["profileList"]:
+        own = each.get("kubespawner_override", {}).get("extra_resource_limits")
+        if own and "ephemeral-storage" not in own:
+            yield f"{each['display_name']}: one person may fill a node's disk"

@@ -20,13 +20,14 @@ import psutil
 import pytest
 import requests
 
-from tests.patience import PATIENCE, wait_until
-from tests.skips import ROOT, may_mount
+from tests.machines import may_mount
+from tests.scripts import ROOT
 from tests.tools.hub import Seat
+from tests.waiting import TIMEOUT_S, wait_until
 from utils.processes import free_port
 
 CONFIG = ROOT / "02-ddp-pytorch-ray/cluster/one-machine/jupyterhub_config.py"
-HUB = ROOT / ".venv-hub"
+HUB = ROOT / ".venv-weekly"
 TMP = Path("/tmp")
 CGROUPS = Path("/sys/fs/cgroup")
 OWN = "/home/.hub"  # in there: what a hub installed for long keeps beside its packages
@@ -76,14 +77,6 @@ class Hub:
         return found
 
 
-def computed() -> float:
-    """Return the seconds of cores that the hub and its seats have taken until now."""
-    if (CGROUPS / "cgroup.controllers").exists():
-        stat = (CGROUPS / "workshop/cpu.stat").read_text().split()
-        return int(stat[stat.index("usage_usec") + 1]) / 1e6
-    return int((CGROUPS / "cpuacct/workshop/cpuacct.usage").read_text()) / 1e9
-
-
 def opened(*paths: Path) -> str:
     """Return lines for a shell that show, of closed folders above paths, the paths alone.
 
@@ -111,8 +104,8 @@ def hub(folder: Path, *names: str, **settings: object) -> Iterator[Hub]:
     """Yield a hub for these names; `settings` are of `Seat`, for its command line."""
     if not may_mount():
         pytest.skip("this user may not make network namespaces")
-    if not (HUB / ".ready").exists():
-        pytest.skip("no JupyterHub here: `make hub`")
+    if not (HUB / "node_modules/.bin/configurable-http-proxy").exists():
+        pytest.skip("no packages of the weekly tests here: `make .venv-weekly`")
     (inside := folder / "inside").mkdir()
     people = {name: secrets.token_hex(8) for name in names}
     script = START % opened(Path(sys.base_prefix), ROOT)
@@ -126,17 +119,8 @@ def hub(folder: Path, *names: str, **settings: object) -> Iterator[Hub]:
     command += [f"--JupyterHub.cookie_secret_file={OWN}/cookie_secret"]
     command += [f"--ConfigurableHTTPProxy.pid_file={OWN}/proxy.pid"]
     command += [f"--Seat.{name}={value}" for name, value in settings.items()]
-    alone = []
-    if not (CGROUPS / "cgroup.controllers").exists():  # version 2 counts by itself
-        counted = CGROUPS / "cpuacct/workshop"
-        alone = [
-            "sh",
-            "-c",
-            'mkdir -p "$0" && echo $$ > "$0/cgroup.procs" && exec "$@"',
-        ]
-        alone += [str(counted)]
     # also if this test is killed, it ends with all that it has started
-    alone += ["setpriv", "--pdeathsig", "KILL"]
+    alone = ["setpriv", "--pdeathsig", "KILL"]
     alone += ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
     started = ["sh", "-c", script, "sh", inside, *accounts, "--"]
     log = folder / "hub.log"
@@ -155,8 +139,8 @@ def hub(folder: Path, *names: str, **settings: object) -> Iterator[Hub]:
         raise
     finally:
         job.kill()  # and with it all that it has started
-        job.wait(PATIENCE)
-        for controller in ("memory", "cpu", "cpuacct", "."):
+        job.wait(TIMEOUT_S)
+        for controller in ("memory", "cpu", "."):
             remove_groups(CGROUPS / controller / "workshop")
 
 

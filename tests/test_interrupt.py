@@ -10,10 +10,10 @@ import pytest
 from jupyter_client.manager import KernelManager
 
 from tests import scripts
-from tests.patience import PATIENCE, wait_until
 from tests.tools.notebooks.execution import RECORDING_ENVIRONMENT, end_left_over
+from tests.waiting import TIMEOUT_S, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.slow, pytest.mark.ray]
 
 RANKS = """
 import os, time
@@ -66,7 +66,7 @@ class Kernel:
         )
         self.client = self.manager.client()
         self.client.start_channels()
-        self.client.wait_for_ready(timeout=PATIENCE)
+        self.client.wait_for_ready(timeout=TIMEOUT_S)
 
     def run(self, code: str, files=()) -> tuple[str, str]:
         """Run a cell, and stop it once all `files` are there.
@@ -79,7 +79,7 @@ class Kernel:
             wait_until(lambda: all(file.exists() for file in files))
             self.manager.interrupt_kernel()
         while True:
-            message = self.client.get_iopub_msg(timeout=PATIENCE)
+            message = self.client.get_iopub_msg(timeout=TIMEOUT_S)
             content = message["content"]
             if message["parent_header"].get("msg_id") != request:
                 continue
@@ -89,7 +89,7 @@ class Kernel:
                 content.get("text") or content.get("data", {}).get("text/plain")
             )
         while True:
-            reply = self.client.get_shell_msg(timeout=PATIENCE)
+            reply = self.client.get_shell_msg(timeout=TIMEOUT_S)
             if reply["parent_header"]["msg_id"] == request:
                 answer = reply["content"].get("ename", reply["content"]["status"])
                 return answer, "".join(filter(None, shown))

@@ -1,17 +1,18 @@
-"""Prometheus scrapes a run of which everything is known, and says the same numbers."""
+"""Prometheus scrapes a run of which everything is known, and answers with its numbers."""
 
+import importlib.util
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 
 from tests import scripts
-from tests.patience import PATIENCE, wait_until
+from tests.waiting import TIMEOUT_S, wait_until
 from utils.processes import free_port
-
-pytestmark = pytest.mark.part02
 
 produce = scripts.load(
     scripts.ROOT / "02-ddp-pytorch-ray/cluster/monitoring/produce.py"
@@ -40,7 +41,6 @@ sys.stdin.read()
 """
 HELD = 'sum(ray_object_store_memory{Location="MMAP_SHM"})'
 SPILLED = 'sum(ray_object_store_memory{Location="SPILLED"})'
-TASKS = 'sum(ray_tasks{Name="counted", State="FINISHED"})'
 
 
 @pytest.fixture(scope="module")
@@ -65,31 +65,32 @@ def known():
                 yield found, running
         finally:
             running.stdin.close()
-            running.wait(PATIENCE)
+            running.wait(TIMEOUT_S)
 
 
-def said(address: str, number: str, expected: float) -> float:
-    """Return what Prometheus says, once it is about that."""
-    values = [None]
+def wait_for(address: str, number: str, expected: float) -> None:
+    """Wait until Prometheus answers with that number, to a thousandth."""
+    answers: list = []
 
-    def is_said() -> bool:
-        if answer := produce.ask(address, number):
-            values.append(float(answer[0]["value"][1]))
-        return values[-1] == pytest.approx(expected, rel=0.01)
+    def is_there() -> bool:
+        answers.extend(produce.ask(address, number))
+        values = [float(one["value"][1]) for one in answers[-1:]]
+        return values == [pytest.approx(expected, rel=0.001)]
 
-    wait_until(is_said, said=lambda: values[-1])
-    return values[-1]
+    wait_until(is_there, said=lambda: answers[-1:])
 
 
 @pytest.mark.weekly
-@pytest.mark.xdist_group("ray")
-def test_the_numbers_are_those_of_the_run(known):
+@pytest.mark.ray
+def test_prometheus_has_the_numbers_of_the_run(known):
     address, running = known
-    assert said(address, TASKS, 20) == 20
-    assert said(address, HELD, 5 * OBJECT) == pytest.approx(5 * OBJECT, rel=0.001)
-    assert said(address, SPILLED, 0) == 0
-    assert said(address, produce.NUMBERS["nodes"], 1) == 1
-    assert said(address, produce.NUMBERS["full"], 0.5) == pytest.approx(0.5, rel=0.01)
+    wait_for(address, "sum(up)", 3)  # a node, the autoscaler, the dashboard
+    wait_for(address, 'sum(ray_tasks{Name="counted", State="FINISHED"})', 20)
+    wait_for(address, HELD, 5 * OBJECT)
+    wait_for(address, SPILLED, 0)
+    wait_for(address, produce.NUMBERS["nodes"], 1)
+    wait_for(address, produce.NUMBERS["full"], 0.5)
+    assert produce.ask(address, "ray_no_such_number") == []
 
     running.stdin.write("\n")  # now more than fits
     running.stdin.flush()
@@ -107,21 +108,15 @@ def test_the_numbers_are_those_of_the_run(known):
     assert spilled == pytest.approx(whole * OBJECT, rel=0.001)
 
 
-@pytest.mark.weekly
-@pytest.mark.xdist_group("ray")
-def test_every_target_answers_and_another_name_does_not(known):
-    address, _ = known
-
-    def all_up() -> bool:
-        """Ask once for all: a scrape that comes later than a second counts as a 0."""
-        up = [one["value"][1] for one in produce.ask(address, "up")]
-        return up == ["1"] * 3
-
-    wait_until(all_up)
-    assert produce.ask(address, "ray_no_such_number") == []
-
-
-def test_the_page_asks_for_these_numbers():
+def test_the_page_asks_for_these_numbers_and_ray_has_them():
+    """Ray's own dashboards ask for them, too."""
     page = (produce.HERE / "README.md").read_text()
     for name in produce.NUMBERS:
         assert f"`{produce.NUMBERS[name]}`" in page, name
+    folder = Path(importlib.util.find_spec("ray").origin).parent
+    dashboards = folder / "dashboard" / "modules" / "metrics" / "dashboards"
+    known = "".join(path.read_text() for path in dashboards.glob("*.py"))
+    labels = {"ray_train", "ray_io_cluster"}
+    names = set(re.findall(r"\b(?:ray|autoscaler)_\w+", page)) - labels
+    assert len(names) >= 5
+    assert [name for name in names if not re.search(rf"\b{name}\b", known)] == []

@@ -31,11 +31,10 @@ class Seat:
         """
         self.hub, self.name = hub, name
         browser = requests.Session()
-        page = browser.get(f"{hub}/hub/login", timeout=60)
-        form = {"username": name, "password": password, "_xsrf": xsrf(page.text)}
-        answer = browser.post(
-            f"{hub}/hub/login?next=%2Fhub%2Ftoken", data=form, timeout=60
-        )
+        page = browser.get(f"{hub}/hub/login", timeout=60).text
+        form = {"username": name, "password": password, "_xsrf": xsrf(page)}
+        login = f"{hub}/hub/login?next=%2Fhub%2Ftoken"
+        answer = browser.post(login, data=form, timeout=60)
         if answer.status_code == 403 or answer.url.split("?")[0].endswith("/login"):
             raise PermissionError(f"{name} may not log in: {answer.status_code}")
         answer = browser.post(
@@ -70,42 +69,34 @@ class Seat:
         Raises:
             RuntimeError: the code raises.
         """
-        kernel = self.ask("POST", f"/user/{self.name}/api/kernels")["id"]
-        address = self.hub.replace("http", "ws", 1)
-        address += f"/user/{self.name}/api/kernels/{kernel}/channels"
+        kernels = f"/user/{self.name}/api/kernels"
+        kernel = self.ask("POST", kernels)["id"]
+        address = f"{self.hub}{kernels}/{kernel}/channels".replace("http", "ws", 1)
+        request = {"msg_id": uuid.uuid4().hex, "session": uuid.uuid4().hex}
+        request |= {"msg_type": "execute_request", "username": "", "version": "5.3"}
+        message = {"header": request, "content": {"code": code}, "channel": "shell"}
+        message |= {"parent_header": {}, "metadata": {}}
+        printed = ""
         channel = websocket.create_connection(
             address, header=self.headers, timeout=LONG
         )
         try:
-            header = {
-                "msg_id": uuid.uuid4().hex,
-                "msg_type": "execute_request",
-                "username": self.name,
-                "session": uuid.uuid4().hex,
-                "version": "5.3",
-            }
-            content = {"code": code, "silent": False, "store_history": False}
-            message = {"header": header, "content": content, "channel": "shell"}
-            message |= {"parent_header": {}, "metadata": {}, "buffers": []}
             channel.send(json.dumps(message))
-            printed, open_ends = "", {"reply", "idle"}  # they come in any order
-            while open_ends:
+            while True:  # what the kernel publishes is in order: "idle" comes last
                 answer = json.loads(channel.recv())
-                if answer["parent_header"].get("msg_id") != header["msg_id"]:
+                content = answer["content"]
+                if answer["parent_header"].get("msg_id") != request["msg_id"]:
                     continue
-                if answer["content"].get("name") == "stdout":  # no warning of a library
-                    printed += answer["content"]["text"]
-                if answer["content"].get("execution_state") == "idle":
-                    open_ends.discard("idle")
-                if answer["msg_type"] == "execute_reply":
-                    open_ends.discard("reply")
-                    if answer["content"]["status"] != "ok":
-                        raise RuntimeError("\n".join(answer["content"]["traceback"]))
-            return printed
+                if content.get("name") == "stdout":  # no warning of a library
+                    printed += content["text"]
+                if answer["msg_type"] == "error":
+                    raise RuntimeError("\n".join(content["traceback"]))
+                if content.get("execution_state") == "idle":
+                    return printed
         finally:
             channel.close()
             if not keep:
-                self.ask("DELETE", f"/user/{self.name}/api/kernels/{kernel}")
+                self.ask("DELETE", f"{kernels}/{kernel}")
 
     def stop(self) -> None:
         """End the server: its home stays."""
@@ -121,7 +112,7 @@ def xsrf(page: str) -> str:
     return found[1]
 
 
-# What a lesson needs: a copy of the lessons, a Ray of one's own, and its two workers.
+# What a lesson needs: a copy of the lessons, and a Ray of one's own with two workers.
 LESSON = """
 import glob, os, subprocess, sys
 (lessons,) = glob.glob(os.path.expanduser("~/workshop-*/02-ddp-pytorch-ray"))

@@ -11,6 +11,7 @@ import os
 import pwd
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from jupyterhub.spawner import LocalProcessSpawner
 
 # Root's: everybody reads it, nobody writes. But what the hub keeps is root's alone.
 LESSONS = Path(__file__).resolve().parents[3]
-HUB = LESSONS / ".venv-hub"
+HUB = Path(sys.prefix)  # the environment of the command `jupyterhub`
 STATE = HUB / "state"
 STATE.mkdir(mode=0o700, exist_ok=True)
 CGROUPS, MEMBERS = Path("/sys/fs/cgroup"), "cgroup.procs"
