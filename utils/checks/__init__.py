@@ -1,13 +1,14 @@
 """Checks of the exercises: a wrong answer gets its name or a hint, not a traceback.
 
-One entry per exercise, named after its notebook, in the module of its part; the solutions
-are in each part's solutions.ipynb.
+One entry per exercise, in the module of its part (`moving` has those of 03/06, which train
+scripts); `sharding` simulates ranks for three of them. The solutions are in each part's
+solutions.ipynb.
 """
 
 from collections import Counter
 from typing import Any
 
-from utils.checks import electives, moving, part01, part02, part03, progress
+from utils.checks import electives, moving, part01, part02, part03
 from utils.checks.exercise import Exercise
 from utils.errors import BadInput
 
@@ -20,8 +21,7 @@ def check(name: str, answer: Any, *given: Any) -> None:
     """Print whether `answer` solves the exercise `name`, and if not, what helps.
 
     A typical mistake is named, and so is the case in which a function fails. Each further
-    wrong answer in this process gets the next hint. Each answer is noted for
-    `make progress`.
+    wrong answer in this process gets the next hint.
 
     Args:
         name: of the exercise.
@@ -38,21 +38,19 @@ def check(name: str, answer: Any, *given: Any) -> None:
         print(f"Exercise {name}: replace the three dots by your answer.")
         return
     try:
-        right, wrong = exercise.judge(answer, *given)
+        wrong = exercise.what_is_wrong(answer, *given)
     except Exception as error:  # a wrong answer may be of any type, or raise anything
         hint = exercise.next_hint(_wrong_answers[name])
-        said = f"Not yet ({type(error).__name__}: {error}). {hint}"
+        reply = f"Not yet ({type(error).__name__}: {error}). {hint}"
     else:
-        if right:
-            progress.note(name, solved=True)
+        if wrong is None:
             print("Right!")
             return
         # what is known to be wrong is enough for a start: the hints come after it
         hint = exercise.next_hint(_wrong_answers[name] - bool(wrong))
-        said = " ".join(filter(None, ["Not yet.", wrong, hint]))
+        reply = " ".join(filter(None, ["Not yet.", wrong, hint]))
     _wrong_answers[name] += 1
-    progress.note(name, solved=False)
-    print(said)
+    print(reply)
 
 
 def _does_nothing(answer: Any) -> bool:

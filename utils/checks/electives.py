@@ -12,7 +12,7 @@ ALL_ROWS = {"data", "data_parallel", "voting", "voting_parallel"}
 
 
 def _spares_biases_and_norms(groups: Callable) -> bool | str:
-    """Return whether it parts a model's parameters as Transformers' `Trainer` does."""
+    """Return whether it splits a model's parameters as Transformers' `Trainer` does."""
     import torch  # here, not above: importing it takes 2 s
     from torch import nn
 

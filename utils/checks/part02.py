@@ -1,15 +1,22 @@
 """Checks of the exercises of part 02: Ray, Ray Train and Ray Data."""
 
-from collections.abc import Callable, Iterator
+import io
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
-from utils.checks.exercise import Exercise, cases, join, stands_still
-from utils.launch import run_ranks
+from utils.checks.exercise import Exercise, by_ranks, cases, unfair
+from utils.checks.part01 import start, train
 
 LABELS = (3, 3, 3, 3, 1)  # rows of each batch of a stream; the last is shorter
 CORRECT = (0, 3, 1, 2, 1)  # how many of them a model gets right
+POSITIONS = ((0, 12), (5, 12), (31, 12), (8, 9))  # images seen, images of an epoch
+STEPS = 4
 
 
 class _Add:
@@ -20,85 +27,19 @@ class _Add:
         return a[0] + b[0], max(a[1], b[1]) + 1
 
 
-def _finds_the_other_folder(all_share) -> bool | str:
-    """Return whether three ranks agree on whether one of them has a folder of its own."""
-    import tempfile
-
-    for odd in (None, 0, 1, 2):
-        with (
-            tempfile.TemporaryDirectory() as shared,
-            tempfile.TemporaryDirectory() as own,
-        ):
-            folders = [own if rank == odd else shared for rank in range(3)]
-            said = run_ranks(_shares, 3, all_share, folders, timeout=60)
-        if [bool(answer) for answer in said] != [odd is None] * 3:
-            which = (
-                "a folder that all share" if odd is None else f"rank {odd} elsewhere"
-            )
-            return f"With {which}, the three ranks say {said}."
+def _adds_in_rounds(tree_sum) -> bool | str:
+    """Return whether it adds all, in as few rounds as halving takes."""
+    for count, rounds in ((1, 0), (2, 1), (5, 3), (8, 3)):
+        total, depth = tree_sum(_Add, [(n, 0) for n in range(count)])
+        if total != sum(range(count)):
+            return f"Of {count} references, it adds 0 to {count - 1} up to {total}."
+        if depth != rounds:
+            return f"Of {count} references, it takes {depth} rounds and not {rounds}."
     return True
-
-
-def _shares(all_share, folders: list[str]) -> bool:
-    from pathlib import Path
-
-    import torch.distributed as dist
-
-    join()
-    said = all_share(Path(folders[dist.get_rank()]))
-    dist.destroy_process_group()
-    return said
-
-
-def _runs_to_the_end(run: Callable) -> bool | str:
-    """Return whether it submits anew after a failure alone, once the job has ended."""
-    for ends, tries, jobs, succeeds in (
-        (("SUCCEEDED",), 3, 1, True),
-        (("FAILED", "SUCCEEDED"), 3, 2, True),
-        (("FAILED", "FAILED", "SUCCEEDED"), 2, 2, False),
-        (("STOPPED", "SUCCEEDED"), 3, 1, False),
-    ):
-        cluster = _Jobs(ends)
-        case = f"If jobs end as {', '.join(ends)}, with {tries} tries"
-        try:
-            with mock.patch("time.sleep"):
-                said = run(cluster.submit, cluster.status, tries)
-        except TimeoutError as error:
-            return f"{case}, {error}."
-        if cluster.running:
-            return f"{case}: job {cluster.running[0]} still runs, and is left alone."
-        if (len(cluster.asked), said) != (jobs, succeeds):
-            return f"{case}, it submits {len(cluster.asked)} and returns {said!r}."
-    return True
-
-
-class _Jobs:
-    """Stand for a cluster: the first job ends as the first of `ends`, and so on."""
-
-    def __init__(self, ends: tuple[str, ...]):
-        self.ends = ends
-        self.asked: list[int] = []  # how often, of each job
-        self.running: list[int] = []  # jobs that nobody has seen end
-
-    def submit(self) -> int:
-        self.asked.append(0)
-        self.running.append(len(self.asked) - 1)
-        return len(self.asked) - 1
-
-    def status(self, job: int) -> str:
-        self.asked[job] += 1
-        if self.asked[job] > 100:
-            raise TimeoutError(f"it asks for job {job} a hundred times")
-        if self.asked[job] <= 2:
-            return ("PENDING", "RUNNING")[self.asked[job] - 1]
-        self.running = [other for other in self.running if other != job]
-        return self.ends[min(job, len(self.ends) - 1)]
 
 
 def _runs_all_at_once(run_all) -> bool | str:
     """Return whether it submits every task before it waits for the first result."""
-    import ray  # here, not above: part 01 has no need of it
-
     done = []
 
     class Task:
@@ -112,24 +53,13 @@ def _runs_all_at_once(run_all) -> bool | str:
         several = isinstance(references, list)
         return [x * x for x in references] if several else references**2
 
-    with mock.patch.object(ray, "get", get):
+    with mock.patch("ray.get", get):
         results = run_all(Task, [1, 2, 3])
     if done[:2] == ["submit", "get"]:
         return "It waits for the first result before it submits the second task."
     if results == [1, 2, 3]:
         return "It returns references: what turns them into results?"
     return results == [1, 4, 9] and done[:3] == ["submit"] * 3
-
-
-def _adds_in_rounds(tree_sum) -> bool | str:
-    """Return whether it adds all, in as few rounds as halving takes."""
-    for count, rounds in ((1, 0), (2, 1), (5, 3), (8, 3)):
-        total, depth = tree_sum(_Add, [(n, 0) for n in range(count)])
-        if total != sum(range(count)):
-            return f"Of {count} references, it adds 0 to {count - 1} up to {total}."
-        if depth != rounds:
-            return f"Of {count} references, it takes {depth} rounds and not {rounds}."
-    return True
 
 
 def _is_mean_of_two_ranks(returned) -> bool | str:
@@ -178,37 +108,8 @@ def _looks_up_once(lookup) -> bool | str:
     return all(list(found) == [9, 0] for found in results)
 
 
-def _counts_each_row_once(accuracy: Callable) -> bool | str:
-    """Return whether ranks that see one stream return its accuracy, and share the rows."""
-    right = sum(CORRECT) / sum(LABELS)
-    for n in (2, 3):
-        found = run_ranks(_accuracy_of_stream, n, accuracy, timeout=60)
-        if "stands still" in found:
-            return f"On {n} ranks, a rank stands in a collective that not all call."
-        said, looked_at = zip(*found)
-        if any(value is None for value in said):
-            return "It has to return a number, on every rank."
-        times = [
-            sum(batch in seen for seen in looked_at) for batch in range(len(LABELS))
-        ]
-        if max(times) > 1:
-            return f"On {n} ranks, {max(times)} of them look at the same batch."
-        if min(times) < 1:
-            return f"On {n} ranks, none of them looks at batch {times.index(0)}."
-        if len({round(value, 6) for value in said}) > 1:
-            return (
-                f"The ranks return {[round(value, 2) for value in said]}: not the same."
-            )
-        if abs(said[0] - right) > 1e-6:
-            return (
-                f"On {n} ranks it returns {said[0]:.3f}, where {sum(CORRECT)} of "
-                f"{sum(LABELS)} rows are right. Does each row count as much as any other?"
-            )
-    return True
-
-
 class _Watched(dict):
-    """A batch that notes when somebody looks into it."""
+    """A batch that records whether somebody looks into it."""
 
     looked_at = False
 
@@ -217,11 +118,8 @@ class _Watched(dict):
         return super().__getitem__(key)
 
 
-def _accuracy_of_stream(accuracy: Callable) -> tuple[float | None, list[int]] | str:
-    """Return what it finds of the stream on a rank, and the batches that it looked at."""
-    import torch
-
-    join(seconds=5)
+def _accuracy_of_stream(accuracy: Callable) -> tuple[float | None, list[bool]]:
+    """Return what it finds of the stream on a rank, and which batches it looked at."""
     batches = [
         _Watched(
             label=torch.zeros(rows, dtype=torch.long),
@@ -229,171 +127,172 @@ def _accuracy_of_stream(accuracy: Callable) -> tuple[float | None, list[int]] | 
         )
         for rows, correct in zip(LABELS, CORRECT)
     ]
-    try:
-        said = accuracy(iter(batches))
-    except RuntimeError as error:
-        if stands_still(error):
-            return "stands still"
-        raise
-    looked_at = [number for number, batch in enumerate(batches) if batch.looked_at]
-    return said if said is None else float(said), looked_at
+    result = accuracy(iter(batches))
+    looked_at = [batch.looked_at for batch in batches]
+    return result if result is None else float(result), looked_at
+
+
+def _counts_each_row_once(found: list) -> bool | str:
+    """Return whether ranks that see one stream return its accuracy, and share the rows."""
+    n, (results, looked_at) = len(found), zip(*found)
+    if None in results:
+        return "It has to return a number, on every rank."
+    times = [sum(of_ranks) for of_ranks in zip(*looked_at)]
+    if max(times) > 1:
+        return f"On {n} ranks, {max(times)} of them look at the same batch."
+    if min(times) < 1:
+        return f"On {n} ranks, none of them looks at batch {times.index(0)}."
+    if len({round(value, 6) for value in results}) > 1:
+        return (
+            f"The ranks return {[round(value, 2) for value in results]}: not the same."
+        )
+    if abs(results[0] - sum(CORRECT) / sum(LABELS)) > 1e-6:
+        return (
+            f"On {n} ranks it returns {results[0]:.3f}, where {sum(CORRECT)} of "
+            f"{sum(LABELS)} rows are right. Does each row count as much as any other?"
+        )
+    return True
 
 
 def _goes_on_exactly(answer: tuple[Callable, Callable]) -> bool | str:
     """Return whether what `pack` saves lets `unpack` go on training bit for bit."""
     pack, unpack = answer
-    same, weights, averages, rates, seen = run_ranks(
-        _interrupted_and_undisturbed, 2, pack, unpack, timeout=60
-    )[0]
-    if same:
+    with torch.random.fork_rng():
+        undisturbed, resumed = start(), start()
+        train(0, *undisturbed)
+        file = io.BytesIO()
+        torch.save(pack(*undisturbed, 48), file)
+        file.seek(0)
+        seen = unpack(torch.load(file, weights_only=True), *resumed)
+        weights = torch.equal(undisturbed[0].weight, resumed[0].weight)
+        averages = [_averages(optimizer) for _, optimizer, _ in (undisturbed, resumed)]
+        rates = zip(train(48, *undisturbed), train(seen or 0, *resumed))
+    if torch.equal(undisturbed[0].weight, resumed[0].weight):
         return True
     if not weights:
         return "After the restart, the weights are not those that were saved."
-    if not averages:
+    if averages[0] != averages[1]:
         return "After the restart, AdamW's averages are not those that were saved."
-    for step, (without, after) in enumerate(zip(*rates), 1):
+    for step, (without, after) in enumerate(rates, 1):
         if without != after:
             return (
                 f"Step {step} after the restart has a learning rate of {after:g}; without "
                 f"a restart it has {without:g}."
             )
-    if seen[0] != seen[1]:
+    if seen != 48:
         return (
-            f"Images {seen[0]} and following come next; after the restart, images "
-            f"{seen[1]} and following."
+            f"Images 48 and following come next; after the restart, images {seen} and "
+            "following."
         )
     return "Interrupted, the run ends with different weights."
 
 
-def _interrupted_and_undisturbed(pack: Callable, unpack: Callable) -> tuple:
-    """Train a rank for 3 steps, restart it and train 3 more; and for 6 steps.
-
-    Returns whether they end with the same weights; whether weights and averages after the
-    restart are those saved; the learning rates of both from there on; both positions.
-    """
-    import io
-
-    import torch
-    import torch.distributed as dist
-    from torch.optim.lr_scheduler import StepLR
-
-    def start():
-        torch.manual_seed(0)
-        model = torch.nn.Linear(8, 1)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        return model, optimizer, StepLR(optimizer, 2, gamma=0.5)
-
-    def train(seen, model, optimizer, schedule):
-        rates = []
-        for _ in range(3):
-            rates.append(optimizer.param_groups[0]["lr"])
-            torch.manual_seed(seen + dist.get_rank())  # each rank has its own images
-            optimizer.zero_grad()
-            model(torch.randn(16, 8)).square().mean().backward()
-            for p in model.parameters():
-                dist.all_reduce(p.grad, op=dist.ReduceOp.SUM)
-            optimizer.step()
-            schedule.step()
-            seen += 16 * dist.get_world_size()
-        return rates
-
-    def tensors(part):
-        found = part.state_dict()
-        return [*found.values()] if "state" not in found else [*_averages(found)]
-
-    join()
-    run = start()
-    train(0, *run)
-    seen = 3 * 16 * dist.get_world_size()
-    file = io.BytesIO()
-    torch.save(pack(*run, seen), file)
-    file.seek(0)
-    again = start()
-    seen_again = unpack(torch.load(file, weights_only=True), *again)
-    same = [_same(tensors(a), tensors(b)) for a, b in zip(run[:2], again[:2])]
-    rates = train(seen, *run), train(seen_again or 0, *again)
-    ends = _same(tensors(run[0]), tensors(again[0]))
-    return ends, *same, rates, (seen, seen_again)
+def _averages(optimizer) -> list:
+    states = optimizer.state_dict()["state"].values()
+    return [tensor.tolist() for state in states for tensor in state.values()]
 
 
-def _averages(state: dict) -> Iterator:
-    for of_parameter in state["state"].values():
-        yield from of_parameter.values()
+def _shares_at_positions(my_share: Callable) -> list[list[int]]:
+    return [[int(image) for image in my_share(*position)] for position in POSITIONS]
 
 
-def _same(ours: list, theirs: list) -> bool:
-    import torch
-
-    return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
-
-
-def _shares_what_is_left(share: Callable) -> bool | str:
-    """Return whether any number of ranks divides what is left, whoever began the epoch."""
-    positions = ((0, 12), (5, 12), (31, 12), (8, 9))  # images seen, images of an epoch
-    for n in (2, 3):
-        for (seen, images), shares in zip(
-            positions, zip(*run_ranks(_shares_at, n, share, positions, timeout=60))
-        ):
-            if problem := _problem(shares, [*range(seen % images, images)]):
-                return f"{n} ranks, {seen} images seen, {images} per epoch: {problem}"
+def _shares_what_is_left(found: list) -> bool | str:
+    """Return whether the ranks divide what is left, whoever began the epoch."""
+    n = len(found)
+    for (seen, images), shares in zip(POSITIONS, zip(*found)):
+        left = [*range(seen % images, images)]
+        if problem := unfair(shares, left, left_out=n - 1):
+            return f"{n} ranks, {seen} images seen, {images} per epoch: {problem}"
     return True
 
 
-def _problem(shares: tuple[list[int], ...], left: list[int]) -> str | None:
-    """Return what is wrong with the shares of all ranks, if anything is."""
-    dealt = [image for each in shares for image in each]
-    if strange := sorted(set(dealt) - set(left)):
-        return f"image {strange[0]} is not left in this epoch."
-    if len(set(dealt)) < len(dealt):
-        return f"some images are trained twice: {list(shares)}."
-    if len(set(map(len, shares))) > 1:
-        return (
-            f"the ranks get {[len(each) for each in shares]} images, and not "
-            "equally many. In the last step, some would wait for the others."
-        )
-    if (out := len(left) - len(dealt)) >= len(shares):
-        return f"{out} images are left out, enough for one more on each rank."
-    return None
-
-
-def _shares_at(share: Callable, positions: tuple) -> list[list[int]]:
-    join()
-    return [[int(image) for image in share(*position)] for position in positions]
-
-
-def _stops_together(anyone: Callable) -> bool | str:
-    """Return whether three ranks end after the same step, if one wants to, or none."""
-    asked = [[False] * 4, [False, False, True, False], [True, False, False, False]]
-    none_asks = run_ranks(_steps_until, 3, anyone, [[False] * 4] * 3, timeout=60)
-    if none_asks != [4, 4, 4]:
-        return f"If no rank asks, they end after steps {none_asks} and not 4."
-    one_asks = run_ranks(_steps_until, 3, anyone, asked, timeout=60)
-    if "stands still" in one_asks:
-        return "Rank 2 asks in its first step and ends, and another waits for it."
-    return (
-        one_asks == [1, 1, 1]
-        or f"Rank 2 asks in its first step; they end after {one_asks}."
-    )
-
-
-def _steps_until(anyone: Callable, asked: list[list[bool]]) -> int | str:
-    """Return a rank's steps of a training that ends once `anyone(flag)` says so."""
-    import torch
-    import torch.distributed as dist
-
-    join(seconds=5)
-    steps = 0
-    try:
-        for flag in asked[dist.get_rank()]:
+def _steps_until_the_end(anyone: Callable) -> list[int]:
+    """Return a rank's steps if no rank wants to end, and if rank 2 does after the first."""
+    taken = []
+    for who_asks in (None, 2):
+        for step in range(1, STEPS + 1):
             dist.all_reduce(torch.zeros(1))  # a step, in which all ranks take part
-            steps += 1
-            if anyone(flag):
+            if anyone(dist.get_rank() == who_asks and step == 1):
                 break
-    except RuntimeError as error:
-        if stands_still(error):
-            return "stands still"
-        raise
-    return steps
+        taken.append(step)
+    return taken
+
+
+def _stops_together(found: list) -> bool | str:
+    """Return whether all ranks end after the same step, if one wants to, or none."""
+    none_asks, one_asks = map(list, zip(*found))
+    if none_asks != [STEPS] * len(found):
+        return f"If no rank asks, they end after steps {none_asks} and not {STEPS}."
+    if one_asks != [1] * len(found):
+        return f"Rank 2 asks in its first step; they end after {one_asks}."
+    return True
+
+
+def _share_a_folder(all_share: Callable) -> list[bool]:
+    """Return what it says of a folder for all, and if rank 0, 1 or 2 has another one."""
+    temporary = tempfile.TemporaryDirectory
+    with temporary() as of_rank, temporary() as own:
+        names = [of_rank]
+        dist.broadcast_object_list(names)  # from rank 0
+        answers = [
+            bool(all_share(Path(own if dist.get_rank() == other else names[0])))
+            for other in (None, 0, 1, 2)
+        ]
+        dist.barrier()  # the folders stay until all ranks have looked
+        return answers
+
+
+def _finds_the_other_folder(found: list) -> bool | str:
+    for other, answers in zip((None, 0, 1, 2), zip(*found)):
+        if answers != (other is None,) * 3:
+            where = "a folder for all"
+            if other is not None:
+                where = f"a folder of its own for rank {other}"
+            return f"With {where}, the three ranks say {list(answers)}."
+    return True
+
+
+def _runs_to_the_end(run: Callable) -> bool | str:
+    """Return whether it submits anew after a failure alone, once the job has ended."""
+    for ends, tries, submitted, succeeds in (
+        (["SUCCEEDED"], 3, 1, True),
+        (["FAILED", "SUCCEEDED"], 3, 2, True),
+        (["FAILED", "FAILED", "SUCCEEDED"], 2, 2, False),
+        (["STOPPED", "SUCCEEDED"], 3, 1, False),
+    ):
+        case = f"If jobs end as {', '.join(ends)}, with {tries} tries"
+        try:
+            asked, result = _submit_jobs(run, ends, tries)
+        except TimeoutError as error:
+            return f"{case}, {error}."
+        if any(times < 3 for times in asked):
+            return f"{case}, a job still runs, and is left alone."
+        if (len(asked), result) != (submitted, succeeds):
+            return f"{case}, it submits {len(asked)} and returns {result!r}."
+    return True
+
+
+def _submit_jobs(run: Callable, ends: list[str], tries: int) -> tuple[list, object]:
+    """Return how often it asks for the state of each job, and what it returns.
+
+    Raises:
+        TimeoutError: it asks without end for the state of one job.
+    """
+    asked: list[int] = []
+
+    def submit() -> int:
+        asked.append(0)
+        return len(asked) - 1
+
+    def status(job: int) -> str:
+        asked[job] += 1
+        if asked[job] > 100:
+            raise TimeoutError(f"it asks for job {job} a hundred times")
+        end = ends[min(job, len(ends) - 1)]
+        return ("PENDING", "RUNNING", end)[min(asked[job], 3) - 1]
+
+    with mock.patch("time.sleep"):
+        return asked, run(submit, status, tries)
 
 
 EXERCISES = {
@@ -488,7 +387,7 @@ EXERCISES = {
         },
     ),
     "each row once": Exercise(
-        _counts_each_row_once,
+        by_ranks(_accuracy_of_stream, _counts_each_row_once, 2, 3, seconds=5),
         (
             "`enumerate` numbers the batches: which numbers are those of this rank?",
             "Not all ranks have the same number of batches, nor all batches the same "
@@ -543,7 +442,7 @@ EXERCISES = {
     ),
     # 02-ddp-pytorch-ray/05_elastic_training.ipynb
     "share what is left": Exercise(
-        _shares_what_is_left,
+        by_ranks(_shares_at_positions, _shares_what_is_left, 2, 3),
         (
             "How many images of this epoch are done? And which are left?",
             "Deal them out like cards, and end when there is not one more for each rank.",
@@ -564,7 +463,13 @@ EXERCISES = {
         },
     ),
     "stop together": Exercise(
-        _stops_together,
+        by_ranks(
+            _steps_until_the_end,
+            _stops_together,
+            3,
+            seconds=5,
+            hangs="Rank 2 asks in its first step and ends, and another waits for it.",
+        ),
         (
             "Every rank needs the flags of all ranks, before any of them decides.",
             "Which collective, and which operation, brings a 1 to all ranks if one has it?",
@@ -584,7 +489,7 @@ EXERCISES = {
         ),
     ),
     "all share": Exercise(
-        _finds_the_other_folder,
+        by_ranks(_share_a_folder, _finds_the_other_folder, 3),
         (
             "One rank writes a file; the others can look for it once it is there.",
             "Every rank needs the answers of all ranks before it returns: which "

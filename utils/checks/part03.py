@@ -5,152 +5,292 @@ import math
 import os
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from utils.checks.exercise import Exercise, join, stands_still
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+from torch.optim import AdamW
+
+from utils import comms, memory
+from utils.checks.exercise import Exercise, by_ranks, join, same_as
 from utils.launch import run_ranks
+from utils.models import GPT, SMOKE
 
-# Modules that import torch are imported where they are used: other parts do without.
-WRONG_TRAFFIC = {  # by how many times the right number it is
-    "0.5": "The backward pass has two as well, and an all-reduce is two trips.",
-    "0.25": "Count the backward pass, and two trips for each all-reduce.",
-    "2": "Activations are in bf16 here, not in float32.",
-}
-# What ds_config.json leaves to DeepSpeed's defaults, at stage 2; with a small bucket.
-STAGE_2: dict[str, Any] = {
-    "train_micro_batch_size_per_gpu": 2,
-    "zero_optimization": {"stage": 2, "reduce_bucket_size": 500_000},
-}
+# FSDP2, its checkpoints, fake tensors and SciPy (`timing`) are imported where they are
+# used: every rank that runs an answer of any part imports this module.
+
+# ---------------------------------------------------------------- 01: where memory goes
 
 
-def _small_gpt():
-    """Return the small GPT on the CPU, its number of parameters, and two texts for it."""
-    import torch
-
-    from utils.models import GPT, SMOKE
-
-    os.environ["WORKSHOP_MODE"] = "smoke"  # on CPUs, even if there are GPUs
-    torch.manual_seed(0)
-    model = GPT(SMOKE)
-    return model, sum(p.numel() for p in model.parameters()), torch.ones(2, 64).long()
+def _tokens(
+    parameters, gpus, gpu_bytes, width, layers, checkpointing, state_first=True
+):
+    """Return the tokens whose activations fit beside the state, if that comes first."""
+    each = memory.activation_bytes(1, width, layers, checkpointing=checkpointing)
+    state = memory.predict(parameters, gpus, 3, memory.MIXED).total
+    return (gpu_bytes - state * state_first) // each
 
 
-def _trips(config: dict) -> float:
-    """Return how often a step of DeepSpeed on two ranks moves all parameters by one."""
-    from torch.optim import AdamW
+def _lowers_the_peak(wrap: Callable) -> bool | str:
+    """Return whether a step adds at least a fifth less than with `wrap_more`."""
+    from utils.checks import sharding
 
-    from utils import comms, zero
-
-    (model, parameters, texts), deepspeed = _small_gpt(), zero.load_deepspeed()
-    deepspeed.init_distributed("gloo")
-    optimizer = AdamW(model.parameters())
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    for _ in range(2):  # the first step sends more
-        with comms.count_comms() as counted:
-            engine.backward(engine(texts).square().mean())
-            engine.step()
-    return counted.sent(2) / (2 * parameters)
+    step = sharding.simulate(wrap)
+    if not sharding.holds_its_share(step):
+        return "A rank holds more than its share of the state."
+    ratio = step.added / sharding.simulate(sharding.wrap_more).added
+    return ratio < 0.8 or f"A step adds {ratio:.0%} of what it added before."
 
 
-def _makes_two_trips(my_config) -> bool | str:
-    config = my_config(copy.deepcopy(STAGE_2))
-    if config["zero_optimization"]["stage"] != 2:
-        return f"That is stage {config['zero_optimization']['stage']}: stay at stage 2."
-    trips = run_ranks(_trips, 2, config, timeout=120)[0]
-    return abs(trips - 2) < 0.01 or f"With it, a step makes {trips:.2f} trips."
+# ---------------------------------------------------------------------------- 02: FSDP2
 
 
-def _norm_at_stage_3(answer: Callable) -> tuple[float, float, float]:
-    """Return what the answer finds, the norm of all weights, and that of this rank's."""
-    import torch
-    from torch.optim import AdamW
+def _tells_shards_from_copies(is_sharded: Callable) -> bool | str:
+    """Return whether `is_sharded(model, optimizer, world_size)` knows what is sharded.
 
-    from utils.zero import load_deepspeed
-
-    (model, _, _), deepspeed = _small_gpt(), load_deepspeed()
-    norms = [p.detach().norm() for p in model.parameters()]
-    whole = torch.stack(norms).norm().item()
-    join()
-    deepspeed.init_distributed("gloo")
-    changes = {"stage": 3, "stage3_param_persistence_threshold": 0}
-    zero = STAGE_2["zero_optimization"] | changes
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=AdamW(model.parameters()),
-        config=STAGE_2 | {"zero_optimization": zero},
-    )
-    pieces = [p.ds_tensor.norm() for p in engine.module.parameters()]
-    with torch.no_grad():
-        found = answer(engine)
-    found = float("nan") if found is None else float(found)
-    return found, whole, torch.stack(pieces).norm().item()
-
-
-def _finds_the_norm(answer: Callable) -> bool | str:
-    try:
-        ranks = run_ranks(_norm_at_stage_3, 2, answer, timeout=120)
-    except RuntimeError as error:
-        if not stands_still(error):
-            raise
-        return "One rank stands in an all-gather that the other does not enter."
-    for rank, (found, whole, pieces) in enumerate(ranks):
-        if abs(found - whole) < 1e-3 * whole:
-            continue
-        said = f"On rank {rank} it returns {found:.3f}, and the norm is {whole:.3f}."
-        if found == 0:
-            return f"{said} Outside of a gathering block the parameters are empty."
-        if abs(found - pieces) < 1e-3 * whole:
-            return f"{said} It is that of the pieces which this rank keeps."
-        return said
+    Four models, each after a step: FSDP2's, a plain one, one that divides the optimizer's
+    state only, and one that holds no more than its shard in all, because gradients are
+    freed, while its parameters are whole.
+    """
+    says = partial(_says_sharded, is_sharded)
+    if not says(8, is_wrapped=True):
+        return "It says of a model that FSDP2 has sharded that it is not."
+    if says(8):
+        return "It takes a model that every rank holds whole for a sharded one."
+    if says(8, trained="head"):
+        return "It is content if the optimizer's state alone is divided."
+    if says(2, trained="blocks.0", frees_gradients=True):
+        return (
+            "On two ranks, gradients freed and some averages missing, it takes whole "
+            "parameters for sharded ones: the total is small enough."
+        )
     return True
 
 
-def _sent_and_held(wrap) -> tuple[float, float]:
-    """Return trips of a step on two ranks, and the share of all state that a rank holds."""
-    import torch.distributed as dist
-    from torch.optim import AdamW
+def _says_sharded(
+    is_sharded: Callable,
+    world_size: int,
+    is_wrapped: bool = False,
+    trained: str = "",
+    frees_gradients: bool = False,
+) -> bool:
+    """Return what it says of a GPT after a step in which `trained` alone is trained."""
+    from utils.checks import sharding
 
-    from utils import comms, memory
+    with sharding.fake_ranks(world_size) as mesh:
+        model = GPT(SMOKE)
+        if is_wrapped:
+            sharding.wrap_more(model, mesh)
+        optimizer = AdamW(model.get_submodule(trained).parameters())
+        model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
+        optimizer.step()
+        if frees_gradients:
+            model.zero_grad()
+        return bool(is_sharded(model, optimizer, world_size))
 
-    model, parameters, texts = _small_gpt()
+
+def _takes_five_all_gathers(wrap: Callable) -> bool | str:
+    from utils.checks import sharding
+
+    step = sharding.simulate(wrap)
+    calls = [step.comms.calls[name] for name in ("allgather", "reducescatter")]
+    if not sharding.holds_its_share(step):
+        return "A rank holds more than its share of the state."
+    if calls == [5, 5]:
+        return "That takes five all-gathers, but keeps its blocks: 5 reduce-scatters."
+    return calls == [5, 3] or (
+        f"Its step takes {calls[0]} all-gathers and {calls[1]} reduce-scatters."
+    )
+
+
+def _train_shards(prepare: Callable) -> tuple[float | None, float, float]:
+    """Take two steps on this rank, and the same ones without sharding.
+
+    Returns the fraction of the parameters that the rank holds (None: there is no
+    optimizer), the fraction of them that has changed, and the largest error.
+    """
+
+    def build():  # in float64: Adam magnifies the rounding of small gradients
+        torch.manual_seed(0)
+        return GPT(SMOKE).double()
+
+    def train(model, optimizer, tokens):
+        for _ in range(2):
+            logits = model(tokens).flatten(0, 1)
+            F.cross_entropy(logits, tokens.flatten()).backward()
+            optimizer.step()
+            model.zero_grad()
+            optimizer.zero_grad()
+
+    torch.manual_seed(1)
+    tokens = torch.randint(SMOKE.vocab_size, (4, SMOKE.block_size))
+    model, alone, before = build(), build(), list(build().parameters())
+    optimizer = prepare(model, dist.init_device_mesh("cpu", (2,)))
+    if optimizer is None:
+        return None, 0.0, 0.0
+    held = memory.local_bytes(model.parameters()) / memory.local_bytes(before)
+    train(model, optimizer, tokens[dist.get_rank() :: 2])
+    train(alone, AdamW(alone.parameters(), lr=optimizer.param_groups[0]["lr"]), tokens)
+    after = [_whole(p) for p in model.parameters()]
+    moved = [not torch.equal(a, b) for a, b in zip(after, before)]
+    errors = [(a - b).abs().max().item() for a, b in zip(after, alone.parameters())]
+    return held, sum(moved) / len(moved), max(errors)
+
+
+def _trains_its_shards(found: list) -> bool | str:
+    held, moved, error = found[0]
+    if held is None:
+        return "prepare returns no optimizer."
+    if held > 0.55:
+        return f"Each of two ranks holds {held:.0%} of the parameters."
+    if moved == 0:
+        return "After two training steps, no weight has changed."
+    if moved < 1:
+        return f"Two training steps have changed only {moved:.0%} of the parameters."
+    if error > 1e-8:
+        return "After two training steps, the weights are not those of one process."
+    return True
+
+
+def _resumes_elsewhere(load: Callable) -> bool | str:
+    """Return whether `load(model, optimizer, folder)` reads, on 3 ranks, what 2 saved."""
+    with tempfile.TemporaryDirectory() as folder:
+        weights, averages = run_ranks(_save, 2, Path(folder), timeout=120)[0]
+        loaded = run_ranks(_load, 3, load, Path(folder), timeout=120)[0]
+    where = "Saved on 2 ranks and loaded on 3,"
+    if not _same(weights, loaded[0]):
+        return f"{where} the weights are not those that were saved."
+    if not loaded[1]:
+        return f"{where} the weights are right, but AdamW has no averages yet."
+    if not _same(averages, loaded[1]):
+        return f"{where} the weights are right, but AdamW's averages are not."
+    return True
+
+
+def _sharded(seed: int) -> tuple:
+    from torch.distributed.fsdp import fully_shard
+
     join()
-    model = wrap(model, dist.init_device_mesh("cpu", (2,)))
-    optimizer = AdamW(model.parameters())
-    with comms.count_comms() as counted:
-        model(texts).square().mean().backward()
+    torch.manual_seed(seed)
+    model, mesh = GPT(SMOKE), dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh)
+    return model, AdamW(model.parameters())
+
+
+def _save(folder: Path) -> tuple[dict, dict]:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import state_dict as sd
+
+    model, optimizer = _sharded(seed=1)
+    model(torch.ones(2, 64).long()).square().mean().backward()
     optimizer.step()
-    held = memory.state_bytes(model, optimizer).total
-    return counted.sent(2) / (2 * parameters), held / (16 * parameters)
+    weights, averages = sd.get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": averages}, checkpoint_id=folder)
+    return _weights_and_averages(model, optimizer)
 
 
-def _sends_as_ddp_and_holds_half(wrap) -> bool | str:
-    trips, share = run_ranks(_sent_and_held, 2, wrap, timeout=120)[0]
-    if abs(share - 1 / 2) > 0.01:
-        return f"A rank of two holds {share:.0%} of the state."
-    if trips < 1.99:
-        return f"A step makes {trips:.2f} trips, so some gradients are not reduced."
-    return trips < 2.01 or f"A rank holds half, but a step makes {trips:.2f} trips."
+def _load(load: Callable, folder: Path) -> tuple[dict, dict]:
+    model, optimizer = _sharded(seed=2)
+    load(model, optimizer, folder)
+    return _weights_and_averages(model, optimizer)
+
+
+def _weights_and_averages(model, optimizer) -> tuple[dict, dict]:
+    """Return both as whole tensors by name; looks at them without filling them."""
+    names = {p: name for name, p in model.named_parameters()}
+    averages = {
+        f"{names[p]}.{kind}": _whole(value)
+        for p, state in optimizer.state.items()
+        for kind, value in state.items()
+    }
+    return {name: _whole(p) for p, name in names.items()}, averages
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def _same(ours: dict, theirs: dict) -> bool:
+    return ours.keys() == theirs.keys() and all(
+        torch.equal(ours[name], theirs[name]) for name in ours
+    )
+
+
+# ------------------------------------------------------------------- 03: DeepSpeed ZeRO
+
+
+def _norms_at_stage_3(answer: Callable) -> tuple[float, float, float]:
+    """Return what the answer finds, the norm of all weights, and that of this rank's."""
+    from utils.zero import load_deepspeed
+
+    os.environ["WORKSHOP_MODE"] = "smoke"  # on CPUs, even if there are GPUs
+    deepspeed = load_deepspeed()
+    deepspeed.init_distributed("gloo")
+    torch.manual_seed(0)
+    model = GPT(SMOKE)
+    whole = _norm(p.detach() for p in model.parameters())
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=AdamW(model.parameters()),
+        config={
+            "train_micro_batch_size_per_gpu": 2,
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        },
+    )
+    with torch.no_grad():
+        found = answer(engine)
+    pieces = _norm(p.ds_tensor for p in engine.module.parameters())
+    return float("nan") if found is None else float(found), whole, pieces
+
+
+def _norm(tensors) -> float:
+    return torch.stack([tensor.norm() for tensor in tensors]).norm().item()
+
+
+def _finds_the_norm(ranks: list) -> bool | str:
+    for rank, (found, whole, pieces) in enumerate(ranks):
+        if abs(found - whole) < 1e-3 * whole:
+            continue
+        wrong = f"On rank {rank} it returns {found:.3f}, and the norm is {whole:.3f}."
+        if found == 0:
+            return f"{wrong} Outside of a gathering block the parameters are empty."
+        if abs(found - pieces) < 1e-3 * whole:
+            return f"{wrong} It is that of the pieces which this rank keeps."
+        return wrong
+    return True
+
+
+def _makes_two_trips(my_config: Callable) -> bool | str:
+    """Return whether it is at stage 2, with the setting that the lesson measures."""
+    config = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 500_000}}
+    zero = my_config(copy.deepcopy(config))["zero_optimization"]
+    if zero["stage"] != 2:
+        return f"That is stage {zero['stage']}: stay at stage 2."
+    return zero.get("use_multi_rank_bucket_allreduce", True) is False or (
+        "With it, a step still makes three trips."
+    )
+
+
+# ------------------------------------------------------------------- 04: two dimensions
 
 
 def _shards_in_nodes_of_four(wrap: Callable) -> bool | str:
     """Return whether rank 0 of 8, with an answer's wrap, sends what HSDP (2 x 4) sends."""
-    import torch
-
-    from utils.checks.sharding import fake_ranks
-    from utils.comms import allreduce_bytes, count_comms
-    from utils.memory import local_bytes
-    from utils.models import GPT, SMOKE
+    from utils.checks import sharding
 
     # its mesh is the answer's own, which fake tensors have no values for: computed in full
-    with fake_ranks(8):
+    with sharding.fake_ranks(8):
         model = GPT(SMOKE)
-        whole = local_bytes(model.parameters())
+        whole = memory.local_bytes(model.parameters())
         model = wrap(model)
         if model is None:
             return "The function returns nothing: return the wrapped model."
-        held = local_bytes(model.parameters())
-        with count_comms() as counted:
+        held = memory.local_bytes(model.parameters())
+        with comms.count_comms() as counted:
             model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
     if held != whole / 4:
         return f"Each rank holds 1/{whole / held:.3g} of the parameters, not 1/4."
@@ -161,108 +301,56 @@ def _shards_in_nodes_of_four(wrap: Callable) -> bool | str:
     return (
         across is not None
         and across.calls.keys() == {"allreduce"}
-        and across.sent(2) == allreduce_bytes(whole // 4, 2)
+        and across.sent(2) == comms.allreduce_bytes(whole // 4, 2)
     ) or "The shards of the two nodes are not averaged with each other."
 
 
-def _fits_tokens(answer) -> bool | str:
-    from utils import memory
-
-    models = (
-        (7_000_000_000, 8, 80e9, 4096, 32),
-        (1_500_000_000, 4, 24e9, 1600, 48),
-    )
-    for model in models:
-        parameters, gpus, gpu_bytes, width, layers = model
-        room = gpu_bytes - memory.predict(parameters, gpus, 3, memory.MIXED).total
-        for saves in (False, True):
-            each = memory.activation_bytes(1, width, layers, checkpointing=saves)
-            expected = room // each
-            if abs((got := answer(*model, saves)) - expected) > 1:
-                listed = ", ".join(f"{each:g}" for each in model)
-                called = f"Called with ({listed}, {saves}), it returns {got:g}"
-                if abs(got - gpu_bytes // each) <= 1:
-                    return f"{called}: the state takes some of this room."
-                if saves and abs(got - expected) > expected / 10:
-                    return f"{called}: with checkpointing it should be {expected:g}."
-                return f"{called}: it should be {expected:g}."
-    if answer(7e9, 1, 80e9, 4096, 32, False) != 0:
-        return "The state of 7 billion parameters does not fit on one GPU: return 0."
-    return True
+def _tensor_traffic(layers: int, tokens: int, width: int, ranks: int) -> float:
+    """Return the bytes of four all-reduces per layer, forward and backward, in bf16."""
+    return 4 * layers * 2 * (ranks - 1) / ranks * tokens * width * 2
 
 
-def _divides_sgd(answer) -> bool | str:
-    for stage in range(4):
-        for n in (1, 2, 8):
-            expected = sum(4 / n if stage >= first else 4 for first in (1, 2, 3))
-            if abs((got := answer(stage, n)) - expected) > 1e-9:
-                return f"At stage {stage} on {n} ranks, it returns {got:g}."
-    return True
+# ------------------------------------------------------------- 05: choosing a strategy
 
 
-def _lowers_the_peak(answer) -> bool | str:
-    from utils.checks.sharding import lowers_the_peak
-
-    return lowers_the_peak(answer)
-
-
-def _takes_five_all_gathers(answer) -> bool | str:
-    from utils.checks.sharding import holds_its_share, simulate
-
-    step = simulate(answer)
-    calls = [step.comms.calls[name] for name in ("allgather", "reducescatter")]
-    if not holds_its_share(step):
-        return "A rank holds more than its share of the state."
-    if calls == [5, 5]:
-        return "That takes five all-gathers, but keeps its blocks: 5 reduce-scatters."
-    said = f"Its step takes {calls[0]} all-gathers and {calls[1]} reduce-scatters."
-    return calls == [5, 3] or said
+def _sent_and_held(wrap: Callable) -> tuple[float, float]:
+    """Return how often a step sends all parameters, and the fraction of state held."""
+    model = GPT(SMOKE)
+    parameters = sum(p.numel() for p in model.parameters())
+    model = wrap(model, dist.init_device_mesh("cpu", (2,)))
+    optimizer = AdamW(model.parameters())
+    with comms.count_comms() as counted:
+        model(torch.ones(2, 64).long()).square().mean().backward()
+    optimizer.step()
+    held = memory.state_bytes(model, optimizer).total
+    return counted.sent(2) / (2 * parameters), held / (16 * parameters)
 
 
-def _tells_shards_from_copies(answer) -> bool | str:
-    from utils.checks.sharding import tells_shards_from_copies
-
-    return tells_shards_from_copies(answer)
-
-
-def _sends_in_tensor_parallel(answer) -> bool | str:
-    for layers, tokens, width, n in ((4, 384, 64, 2), (32, 8192, 4096, 8)):
-        expected = 4 * layers * 2 * (n - 1) / n * tokens * width * 2
-        got = answer(layers, tokens, width, n)
-        if abs(got - expected) > 1e-6:
-            ratio = f"{got / expected:.3g}"
-            said = f"Called with ({layers}, {tokens}, {width}, {n}), it returns {got:g}"
-            said = f"{said}, which is {ratio} times what is sent."
-            return f"{said} {WRONG_TRAFFIC.get(ratio, '')}".strip()
-    return True
+def _sends_as_ddp_and_holds_half(found: list) -> bool | str:
+    trips, held = found[0]
+    if abs(held - 1 / 2) > 0.01:
+        return f"A rank of two holds {held:.0%} of the state."
+    if trips < 1.99:
+        return f"A step makes {trips:.2f} trips, so some gradients are not reduced."
+    return trips < 2.01 or f"A rank holds half, but a step makes {trips:.2f} trips."
 
 
-def _hides_sending(answer) -> bool | str:
-    """Return whether computing takes as long as what fsdp2 (2, 2, 4 bytes) sends."""
+def _tokens_that_hide(billions: float, gpus: int, layers: int) -> float:
+    """Return for how many tokens computing takes as long as what fsdp2 sends."""
     from utils import timing
 
-    for billions, gpus, layers in ((7, 64, 32), (1.3, 512, 24), (20, 8, 44)):
-        ring, size = timing.h100_ring(gpus), 1e9 * billions
-        sent = 8 * size * (gpus - 1) / gpus / ring.bandwidth
-        sent += 3 * (layers + 1) * ring.latency
-        tokens = sent * 0.4 * timing.PEAK_FLOPS["H100"] / (6 * size)
-        expected, got = 1024 * math.ceil(tokens / 1024), answer(billions, gpus, layers)
-        if got != expected:
-            called = f"Called with ({billions}, {gpus}, {layers}), it returns {got!r}"
-            if not isinstance(got, int) or got % 1024:
-                return f"{called}, which is no multiple of 1024."
-            return f"{called}: there computing takes {got / tokens:.2f} times as long."
-    return True
+    ring, size = timing.h100_ring(gpus), 1e9 * billions
+    seconds = 8 * size * (gpus - 1) / gpus / ring.bandwidth  # 2, 2 and 4 bytes
+    seconds += 3 * (layers + 1) * ring.latency
+    return seconds * 0.4 * timing.PEAK_FLOPS["H100"] / (6 * size)
 
 
 def _is_the_row_of_hpz(answer) -> bool | str:
     """Return whether it is hpZ's (stage, state, bytes of each trip, bytes kept)."""
-    from utils.memory import FP32, MIXED
-
     stage, state, trips, kept = answer
     found = {ring: sorted(each) for ring, each in trips.items() if each}
-    if stage != 3 or tuple(state) != MIXED:
-        as_fsdp2 = " With DeepSpeed it is MIXED." if tuple(state) == FP32 else ""
+    if stage != 3 or tuple(state) != memory.MIXED:
+        as_fsdp2 = " With DeepSpeed it is MIXED." if state == memory.FP32 else ""
         return f"The state should be that of zero3.{as_fsdp2}"
     if found == {"all": [2, 2, 2]}:
         return "These are zero3's trips: the backward pass gathers inside the node."
@@ -275,7 +363,7 @@ def _is_the_row_of_hpz(answer) -> bool | str:
 
 def _is_a_wrong_choice(answer, choose) -> bool | str:
     """Return whether what `choose` says does not fit with the loss of Llama 3."""
-    from utils import memory, timing
+    from utils import timing
 
     billions, gpus, layers, tokens = answer()
     choice = choose(billions, gpus, 80, layers, tokens=tokens)
@@ -298,190 +386,45 @@ def _is_a_wrong_choice(answer, choose) -> bool | str:
     )
 
 
-def _makes_few_buckets(answer) -> bool | str:
-    """Return whether messages of DDP's trips take at most a tenth of what bytes take."""
+def _bucket_size(parameters: float, layers: int, gpus: int) -> int:
+    """Return the least MiB with which messages take a tenth of the bytes' time."""
     from utils import timing
 
-    for case in ((7e9, 32, 64), (30e9, 48, 512), (1.3e9, 24, 8)):
-        parameters, layers, gpus = case
-        ring, mb = timing.h100_ring(gpus), 1
-        sending = 8 * parameters * (gpus - 1) / gpus / ring.bandwidth
-        while True:
-            messages = timing.messages("ddp", layers, parameters, mb)
-            if messages * ring.latency <= sending / 10:
-                break
-            mb *= 2
-        if (got := answer(*case)) != mb:
-            size, called = "too large" if got > mb else "too small", f"{parameters:g}"
-            called += f", {layers}, {gpus}"
-            return f"Called with ({called}), it returns {got!r}: {size}."
-    return True
+    ring, mb = timing.h100_ring(gpus), 1
+    sending = 8 * parameters * (gpus - 1) / gpus / ring.bandwidth
+    while timing.messages("ddp", layers, parameters, mb) * ring.latency > sending / 10:
+        mb *= 2
+    return mb
 
 
-def _counts_flops(answer) -> bool | str:
-    from utils.timing import training_flops
+def _flops(parameters: float, layers: int, width: int, length: int) -> float:
+    from utils import timing
 
-    for parameters, layers, width, length in (
-        (7e9, 32, 4096, 8192),
-        (1e9, 24, 2048, 512),
-    ):
-        expected = training_flops(parameters, 1, (layers, width, length), True)
-        got = answer(parameters, layers, width, length)
-        ratio = got / expected
-        if abs(ratio - 1) > 1e-6:
-            called = f"({parameters:g}, {layers}, {width}, {length})"
-            said = (
-                f"Called with {called}, it returns {ratio:.3f} times what is computed."
-            )
-            forgot = abs(ratio - 3 / 4) < 1e-6
-            return f"{said} The forward pass runs twice." if forgot else said
-    return True
-
-
-def _trains_its_shards(prepare: Callable) -> bool | str:
-    """Return whether `prepare(model, mesh)` shards a GPT, and its optimizer trains it.
-
-    Two steps on two ranks have to leave the weights that they leave on one process.
-    """
-    held, moved, off = run_ranks(_two_steps, 2, prepare, timeout=120)[0]
-    if held is None:
-        return "prepare returns no optimizer."
-    if held > 0.55:
-        return f"Each of two ranks holds {held:.0%} of the parameters."
-    if moved == 0:
-        return "After two training steps, no weight has changed."
-    if moved < 1:
-        return f"Two training steps have changed only {moved:.0%} of the parameters."
-    if off > 1e-8:
-        return "After two training steps, the weights are not those of one process."
-    return True
-
-
-def _two_steps(prepare: Callable) -> tuple[float | None, float, float]:
-    """Return the share of parameters held, the share that moved, and the largest error."""
-    import torch
-    import torch.distributed as dist
-
-    from utils.memory import local_bytes
-    from utils.models import GPT, SMOKE
-
-    def train(model, optimizer, tokens):
-        for _ in range(2):
-            logits = model(tokens).flatten(0, 1)
-            torch.nn.functional.cross_entropy(logits, tokens.flatten()).backward()
-            optimizer.step()
-            model.zero_grad()
-            optimizer.zero_grad()
-
-    def build():  # in float64: Adam blows up the rounding of small gradients
-        torch.manual_seed(0)
-        return GPT(SMOKE).double()
-
-    join()
-    torch.manual_seed(1)
-    tokens = torch.randint(SMOKE.vocab_size, (4, SMOKE.block_size))
-    model, alone = build(), build()
-    before = [p.detach().clone() for p in model.parameters()]
-    optimizer = prepare(model, dist.init_device_mesh("cpu", (2,)))
-    if optimizer is None:
-        return None, 0.0, 0.0
-    held = local_bytes(model.parameters()) / local_bytes(before)
-    train(model, optimizer, tokens[dist.get_rank() :: 2])
-    rates = optimizer.param_groups[0]
-    train(alone, torch.optim.AdamW(alone.parameters(), lr=rates["lr"]), tokens)
-    after = [
-        p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()
-    ]
-    moved = [not torch.equal(a, b) for a, b in zip(after, before)]
-    off = max((a - b).abs().max().item() for a, b in zip(after, alone.parameters()))
-    return held, sum(moved) / len(moved), off
-
-
-def _resumes_elsewhere(load: Callable) -> bool | str:
-    """Return whether `load(model, optimizer, folder)` reads, on 3 ranks, what 2 saved."""
-    with tempfile.TemporaryDirectory() as folder:
-        saved = run_ranks(_save, 2, Path(folder), timeout=120)[0]
-        found = run_ranks(_resume, 3, load, Path(folder), timeout=120)[0]
-    where = "Saved on 2 ranks and loaded on 3,"
-    if not _same(saved[0], found[0]):
-        return f"{where} the weights are not those that were saved."
-    if not found[1]:
-        return f"{where} the weights are right, but AdamW has no averages yet."
-    if not _same(saved[1], found[1]):
-        return f"{where} the weights are right, but AdamW's averages are not."
-    return True
-
-
-def _sharded() -> tuple:
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.fsdp import fully_shard
-
-    from utils.models import GPT, SMOKE
-
-    model, mesh = GPT(SMOKE), dist.init_device_mesh("cpu", (dist.get_world_size(),))
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh)
-    return model, torch.optim.AdamW(model.parameters())
-
-
-def _whole(model, optimizer) -> tuple[dict, dict]:
-    """Return weights and averages, whole on rank 0; looks at them without filling them."""
-
-    def gathered(tensor):
-        return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-    names = {p: name for name, p in model.named_parameters()}
-    weights = {name: gathered(p.detach()) for p, name in names.items()}
-    averages = {
-        f"{names[p]}.{kind}": gathered(value.detach())
-        for p, state in optimizer.state.items()
-        for kind, value in state.items()
-    }
-    return weights, averages
-
-
-def _save(folder: Path) -> tuple[dict, dict]:
-    import torch
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint import state_dict as sd
-
-    join()
-    torch.manual_seed(1)
-    model, optimizer = _sharded()
-    model(torch.ones(2, 64).long()).square().mean().backward()
-    optimizer.step()
-    weights, averages = sd.get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": averages}, checkpoint_id=folder)
-    return _whole(model, optimizer)
-
-
-def _resume(load: Callable, folder: Path) -> tuple[dict, dict]:
-    import torch
-
-    join()
-    torch.manual_seed(2)  # other weights than those that were saved
-    model, optimizer = _sharded()
-    load(model, optimizer, folder)
-    return _whole(model, optimizer)
-
-
-def _same(ours: dict, theirs: dict) -> bool:
-    import torch
-
-    return ours.keys() == theirs.keys() and all(
-        torch.equal(ours[name], theirs[name]) for name in ours
-    )
+    return timing.training_flops(parameters, 1, (layers, width, length), True)
 
 
 EXERCISES = {
     # 03-fsdp-deepspeed/01_where_memory_goes.ipynb
     "tokens that fit": Exercise(
-        _fits_tokens,
+        same_as(
+            lambda *case: max(0, _tokens(*case)),
+            (7_000_000_000, 8, 80e9, 4096, 32, False),
+            (7_000_000_000, 8, 80e9, 4096, 32, True),
+            (1_500_000_000, 4, 24e9, 1600, 48, False),
+            (1_500_000_000, 4, 24e9, 1600, 48, True),
+            (7_000_000_000, 1, 80e9, 4096, 32, False),
+        ),
         (
             "How many bytes of a GPU does the state leave for activations?",
             "Activations grow with the tokens: how many bytes does one token take?",
         ),
+        mistakes={
+            partial(_tokens, state_first=False): "The state takes some of this room.",
+            lambda p, g, b, w, n, saves: max(0, _tokens(p, g, b, w, n, False)): (
+                "With checkpointing, more tokens fit."
+            ),
+            _tokens: "On one GPU the state alone does not fit: return 0.",
+        },
     ),
     "floor of stage 1": Exercise(
         lambda answer: abs(answer - 280) < 1,
@@ -497,7 +440,10 @@ EXERCISES = {
         },
     ),
     "sgd": Exercise(
-        _divides_sgd,
+        same_as(
+            lambda stage, n: sum(4 / n if stage >= first else 4 for first in (1, 2, 3)),
+            *((stage, n) for stage in range(4) for n in (1, 2, 8)),
+        ),
         (
             "How many averages has SGD with momentum, and of how many bytes?",
             "The stage says how many of the three parts are divided by world_size.",
@@ -526,7 +472,7 @@ EXERCISES = {
         ),
     ),
     "trains its shards": Exercise(
-        _trains_its_shards,
+        by_ranks(_train_shards, _trains_its_shards, 2),
         (
             "Compare optimizer.param_groups[0]['params'] with list(model.parameters()).",
             "What does fully_shard do to the parameters of a model?",
@@ -553,7 +499,7 @@ EXERCISES = {
         },
     ),
     "norm of weights": Exercise(
-        _finds_the_norm,
+        by_ranks(_norms_at_stage_3, _finds_the_norm, 2),
         (
             "Between uses a parameter is empty. What puts it together, and on which ranks?",
             "GatheredParameters takes a list of parameters, too. Who has to enter it?",
@@ -581,11 +527,24 @@ EXERCISES = {
         },
     ),
     "tensor traffic": Exercise(
-        _sends_in_tensor_parallel,
+        same_as(_tensor_traffic, (4, 384, 64, 2), (32, 8192, 4096, 8)),
         (
             "How many all-reduces has a block, forward and backward?",
             "An all-reduce is two trips of (N - 1) / N of an activation, in bf16 here.",
         ),
+        mistakes={
+            lambda *case: _tensor_traffic(*case) / 2: (
+                "That is half of what is sent. The backward pass has two as well, and an "
+                "all-reduce is two trips."
+            ),
+            lambda *case: _tensor_traffic(*case) / 4: (
+                "That is a quarter of what is sent. Count the backward pass, and two "
+                "trips for each all-reduce."
+            ),
+            lambda *case: _tensor_traffic(*case) * 2: (
+                "Activations are in bf16 here, not in float32."
+            ),
+        },
     ),
     "two nodes of four": Exercise(
         _shards_in_nodes_of_four,
@@ -596,18 +555,22 @@ EXERCISES = {
     ),
     # 03-fsdp-deepspeed/05_choosing_a_strategy.ipynb
     "two trips, half the state": Exercise(
-        _sends_as_ddp_and_holds_half,
+        by_ranks(_sent_and_held, _sends_as_ddp_and_holds_half, 2),
         (
             "What makes it gather a second time?",
             "fully_shard has an option for when gathered weights are freed: read its page.",
         ),
     ),
     "tokens that hide": Exercise(
-        _hides_sending,
+        same_as(
+            lambda *case: 1024 * math.ceil(_tokens_that_hide(*case) / 1024),
+            *((7, 64, 32), (1.3, 512, 24), (20, 8, 44)),
+        ),
         (
             'sum(sending("fsdp2", ...).values()) are the seconds to hide.',
             "How many tokens does a GPU compute in a second, at 40% of its peak?",
         ),
+        mistakes={_tokens_that_hide: "That is no multiple of 1024."},
     ),
     "add a row": Exercise(
         _is_the_row_of_hpz,
@@ -624,17 +587,20 @@ EXERCISES = {
         ),
     ),
     "bucket size": Exercise(
-        _makes_few_buckets,
+        same_as(_bucket_size, (7e9, 32, 64), (30e9, 48, 512), (1.3e9, 24, 8)),
         (
             "An all-reduce is two trips: of bytes, and of messages.",
             'Try 1, 2, 4, ... in timing.messages("ddp", layers, parameters, bucket_mb).',
         ),
     ),
     "flops with checkpointing": Exercise(
-        _counts_flops,
+        same_as(_flops, (7e9, 32, 4096, 8192), (1e9, 24, 2048, 512)),
         (
             "Without it: 6 per parameter, and 12 x layers x width x length for attention.",
             "A backward pass is two forward passes. How many are there with checkpointing?",
         ),
+        mistakes={
+            lambda *case: _flops(*case) * 3 / 4: "The forward pass runs twice.",
+        },
     ),
 }
