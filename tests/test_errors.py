@@ -1,6 +1,5 @@
 """utils.errors: BadInput arrives from other processes as what it was."""
 
-import pickle
 import subprocess
 import sys
 
@@ -9,7 +8,7 @@ from utils.cluster import start_ray  # isort: split
 import pytest
 import ray
 
-from tests.patience import PATIENCE
+from tests.waiting import TIMEOUT_S
 from utils.errors import BadInput
 from utils.launch import run_ranks
 
@@ -20,12 +19,7 @@ def refuse(*_) -> None:
     raise BadInput(SENTENCE)
 
 
-def test_it_is_pickled_as_it_is():
-    found = pickle.loads(pickle.dumps(BadInput(SENTENCE)))
-    assert (type(found), str(found)) == (BadInput, SENTENCE)
-
-
-def test_a_rank_raises_it():
+def test_bad_input_of_a_rank_arrives_as_what_it_was():
     def caught():
         try:
             refuse()
@@ -40,10 +34,9 @@ def test_a_rank_raises_it():
         run_ranks(refuse, 2)
 
 
-@pytest.mark.part02
 @pytest.mark.slow
-@pytest.mark.xdist_group("ray")
-def test_a_task_of_ray_raises_it(monkeypatch):
+@pytest.mark.ray
+def test_bad_input_of_a_task_of_ray_arrives_as_what_it_was(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     start_ray(1)
     with pytest.raises(BadInput) as raised:
@@ -53,7 +46,7 @@ def test_a_task_of_ray_raises_it(monkeypatch):
     ray.shutdown()
 
 
-def test_it_is_no_error_of_python():
+def test_bad_input_is_no_error_of_python():
     """Else a check of ours could be taken for a mistake, and a mistake for a check."""
     assert BadInput.__bases__ == (Exception,)
 
@@ -62,6 +55,6 @@ def test_parquet_needs_neither_torch_nor_the_command_line():
     """Tasks of Ray Data import it: each of their processes would start later."""
     code = "import sys; from utils import parquet; print(*sys.modules)"
     command = [sys.executable, "-c", code]
-    modules = subprocess.check_output(command, text=True, timeout=PATIENCE).split()
+    modules = subprocess.check_output(command, text=True, timeout=TIMEOUT_S).split()
     assert "utils.parquet" in modules
     assert not {"torch", "utils.command_line", "utils.settings"} & set(modules)

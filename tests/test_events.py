@@ -26,8 +26,8 @@ def test_a_step_says_its_rank_even_after_the_group_has_ended(tmp_path):
 
 
 @pytest.mark.parametrize("status", [0, 1, -9, True])
-def test_whoever_waits_hears_that_nothing_can_come_any_more(status, tmp_path):
-    """Also from `Popen.poll`, of a process that ended well."""
+def test_waiting_ends_when_the_process_that_would_write_has_ended(status, tmp_path):
+    """Also at once if it ended well: `Popen.poll` returns 0 then."""
     path = tmp_path / "log"
     with pytest.raises(TimeoutError, match=r"'step' with .* did not happen"):
         events.wait_for(path, "step", unless=lambda: status, seconds=600)

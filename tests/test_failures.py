@@ -1,5 +1,6 @@
-"""utils.failures: what ends a run, and what a worker says is to be mended."""
+"""utils.failures: what ends a run, and the sentence of a worker that says how to fix it."""
 
+import contextlib
 import json
 
 import pyarrow as pa
@@ -11,61 +12,67 @@ from ray.train import ControllerError, WorkerGroupError
 from utils import failures
 from utils.errors import BadInput
 
-pytestmark = pytest.mark.part02
-
-
-def test_what_a_worker_says_is_wrong_is_found():
-    bug, sentence = ValueError("a bug"), BadInput("a sentence")
-    assert (
-        failures.what_to_mend(WorkerGroupError("failed", {0: bug, 1: sentence}))
-        is sentence
-    )
-    assert failures.what_to_mend(WorkerGroupError("failed", {0: bug})) is None
-    # what a callback of the controller raised: then no worker was restarted
-    assert failures.what_to_mend(ControllerError(sentence)) is sentence
-    assert failures.what_to_mend(ControllerError(bug)) is None
-
-
-@pytest.mark.parametrize(
-    ("error", "ends"),
-    [
-        (BadInput("a sentence"), True),
-        (ray.exceptions.RayTaskError("f", "", BadInput("a sentence")), True),
-        (ValueError("of somebody's own train_fn"), False),
-        (ray.exceptions.RayTaskError("f", "", ValueError("of a map_batches")), False),
-        (ray.exceptions.RayTaskError("f", "", OSError("a damaged page")), False),
-        (OSError(28, "No space left on device"), False),  # a disk may get room again
-        (ray.exceptions.RayActorError(), False),
-        (RuntimeError("Connection closed by peer"), False),  # a rank whose peer died
-        (
-            ray.exceptions.RayTaskError("f", "", ray.exceptions.NodeDiedError("lost")),
-            False,
-        ),
-    ],
-)
-def test_bad_input_ends_a_run_and_a_death_does_not(error, ends):
-    if isinstance(error, ray.exceptions.RayTaskError):
-        error = error.as_instanceof_cause()
-    errors = {0: RuntimeError("collateral"), 1: error}
-    callback = failures.NoRestartOnBadInput()
-    if ends:
-        with pytest.raises(type(error)):
-            callback.after_exception(None, errors)
-    else:
-        callback.after_exception(None, errors)
-
 
 def task_error(cause):
     return ray.exceptions.RayTaskError("f", "", cause).as_instanceof_cause()
 
 
-def test_of_what_a_task_said_the_first_line_is_the_sentence():
-    """Ray Data adds others, about retries."""
-    error = task_error(BadInput("a sentence\nFailed after 1/1 attempts"))
-    failure = WorkerGroupError("failed", {0: error})
-    found = failures.what_to_mend(failure)
-    assert type(found) is BadInput
-    assert str(found) == "a sentence"
+GLOO = (  # as Ray 2.60 and torch 2.15 put it, on two machines (tests/test_nodes.py)
+    "Gloo connectFullMesh failed with [third_party/gloo/transport/tcp/pair.cc:152] "
+    "timed out connecting: SO_ERROR: Connection refused, remote=[{}]:36265$0"
+)
+BUG, SENTENCE = ValueError("a bug"), BadInput("a sentence")
+
+
+@pytest.mark.parametrize(
+    ("failure", "found"),
+    [
+        (WorkerGroupError("failed", {0: BUG, 1: SENTENCE}), "a sentence"),
+        (WorkerGroupError("failed", {0: BUG}), None),
+        # what a callback of the controller raised: then no worker was restarted
+        (ControllerError(SENTENCE), "a sentence"),
+        (ControllerError(BUG), None),
+        # of a task; Ray Data adds lines about retries
+        (
+            WorkerGroupError("f", {0: task_error(BadInput("a sentence\nAttempt 1/1"))}),
+            "a sentence",
+        ),
+        # nodes whose host name stands for 127..., and nodes that are only too slow
+        (
+            WorkerGroupError("failed", {1: RuntimeError(GLOO.format("127.0.1.1"))}),
+            failures.LOOPBACK,
+        ),
+        (
+            WorkerGroupError("failed", {1: RuntimeError(GLOO.format("10.0.0.2"))}),
+            None,
+        ),
+    ],
+)
+def test_the_bad_input_behind_a_failed_run_is_found(failure, found):
+    problem = failures.bad_input_behind(failure)
+    assert (problem and str(problem)) == found
+    assert problem is None or type(problem) is BadInput
+
+
+@pytest.mark.parametrize(
+    ("error", "ends"),
+    [
+        (SENTENCE, True),
+        (task_error(SENTENCE), True),
+        (ValueError("of somebody's own train_fn"), False),
+        (task_error(ValueError("of a map_batches")), False),
+        (task_error(OSError("a damaged page")), False),
+        (OSError(28, "No space left on device"), False),  # a disk may get room again
+        (ray.exceptions.RayActorError(), False),
+        (RuntimeError("Connection closed by peer"), False),  # a rank whose peer died
+        (task_error(ray.exceptions.NodeDiedError("lost")), False),
+    ],
+)
+def test_bad_input_ends_a_run_and_a_death_does_not(error, ends):
+    errors = {0: RuntimeError("collateral"), 1: error}
+    callback = failures.NoRestartOnBadInput()
+    with pytest.raises(type(error)) if ends else contextlib.nullcontext():
+        callback.after_exception(None, errors)
 
 
 @pytest.fixture
@@ -109,18 +116,6 @@ def test_only_what_a_task_could_not_read_has_the_data_read_again(
         with failures.in_a_sentence(lambda: again.append(True)):
             raise WorkerGroupError("failed", {0: error})
     assert again == [True] * read
-
-
-def test_gloo_between_nodes_that_name_themselves_127_is_said():
-    """As Ray 2.60 and torch 2.15 put it, on two machines (tests/test_nodes.py)."""
-    told = (
-        "Gloo connectFullMesh failed with [third_party/gloo/transport/tcp/pair.cc:152] "
-        "timed out connecting: SO_ERROR: Connection refused, remote=[{}]:36265$0"
-    )
-    own = WorkerGroupError("failed", {1: RuntimeError(told.format("127.0.1.1"))})
-    assert "set GLOO_SOCKET_IFNAME on every node" in str(failures.what_to_mend(own))
-    far = WorkerGroupError("failed", {1: RuntimeError(told.format("10.0.0.2"))})
-    assert failures.what_to_mend(far) is None
 
 
 def test_a_killed_first_save_is_removed_and_nothing_else(tmp_path):

@@ -17,10 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from tests.patience import PATIENCE
+from tests.waiting import TIMEOUT_S
 from utils.launch import run_ranks
-
-pytestmark = pytest.mark.part01
 
 
 def test_results_come_back_by_rank(tmp_path):
@@ -137,8 +135,8 @@ def test_a_rank_that_has_returned_ends_when_its_caller_is_killed(tmp_path):
         returned = psutil.Process(int((tmp_path / "0").read_text()))
     finally:
         caller.kill()
-        caller.wait(timeout=PATIENCE)
-    returned.wait(timeout=PATIENCE)
+        caller.wait(timeout=TIMEOUT_S)
+    returned.wait(timeout=TIMEOUT_S)
 
 
 def test_failing_rank_is_named_and_ends_the_others(tmp_path):
@@ -209,7 +207,7 @@ def gather_pairs_with_two_threads(pairs: int) -> None:
     try:
         gather_pairs(pairs)
     except RuntimeError:
-        time.sleep(PATIENCE)  # the other rank has crashed: that is the error to name
+        time.sleep(TIMEOUT_S)  # the other rank has crashed: that is the error to name
 
 
 @pytest.mark.weekly

@@ -11,7 +11,7 @@ import torch
 from utils import preflight
 from utils.errors import BadInput
 
-pytestmark = [pytest.mark.part02, pytest.mark.xdist_group("ray")]
+pytestmark = pytest.mark.ray
 
 
 @pytest.fixture(scope="module")
@@ -26,19 +26,15 @@ def started():
     [
         ([{"CPU": 4}], 4, {"CPU": 1}, True),
         ([{"CPU": 4}], 5, {"CPU": 1}, False),
-        (
-            [{"CPU": 3}, {"CPU": 3}],
-            3,
-            {"CPU": 2},
-            False,
-        ),  # one worker has to fit one node
+        # one worker has to fit one node
+        ([{"CPU": 3}, {"CPU": 3}], 3, {"CPU": 2}, False),
         ([{"CPU": 4}, {"CPU": 4}], 4, {"CPU": 2}, True),
         ([{"CPU": 8, "GPU": 1}], 2, {"CPU": 1, "GPU": 0.5}, True),
         ([{"CPU": 8}], 1, {"GPU": 1}, False),
         ([], 1, {"CPU": 1}, False),
     ],
 )
-def test_fitting(monkeypatch, nodes, workers, resources, fits):
+def test_workers_have_to_fit_the_nodes(monkeypatch, nodes, workers, resources, fits):
     alive = [{"Alive": True, "Resources": node} for node in nodes]
     dead = [{"Alive": False, "Resources": {"CPU": 100, "GPU": 100}}]
     monkeypatch.setattr(preflight.ray, "nodes", lambda: alive + dead)
@@ -81,35 +77,32 @@ def test_gpus_are_judged_from_the_cluster(monkeypatch, mode, gpus, grows, expect
         assert preflight.gpus_are_elsewhere() == (expected and not here)
 
 
-@pytest.mark.parametrize(("free", "waits"), [({"GPU": 2}, False), ({}, True)])
-def test_a_cluster_that_grows_says_what_a_run_waits_for(
-    monkeypatch, capsys, free, waits
-):
-    """It refuses nothing, and Ray Train writes no traceback per minute either."""
+@pytest.mark.parametrize("grows", [False, True])
+@pytest.mark.parametrize(("free", "waits"), [(2.0, False), (1.0, True)])
+def test_a_run_that_waits_says_for_what(monkeypatch, capsys, grows, free, waits):
+    """Once, and not every minute with a traceback, as Ray Train does by default."""
     held = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
     monkeypatch.setenv(held, "")  # so that it is as before after this test
     monkeypatch.delenv(held)
-    monkeypatch.setattr(preflight, "own_ray", False)
-    monkeypatch.setenv("WORKSHOP_AUTOSCALING", "1")
-    monkeypatch.setattr(preflight.ray, "nodes", lambda: [])
-    for name in ("cluster_resources", "available_resources"):
-        monkeypatch.setattr(preflight.ray, name, lambda: free)
-    preflight.check_fits(2, {"GPU": 1})
+    monkeypatch.setattr(preflight, "grows", lambda: grows)
+    there = [] if grows else [{"Alive": True, "Resources": {"CPU": 2.0}}]
+    monkeypatch.setattr(preflight.ray, "nodes", lambda: there)
+    monkeypatch.setattr(preflight.ray, "cluster_resources", lambda: {"CPU": 2.0})
+    monkeypatch.setattr(preflight.ray, "available_resources", lambda: {"CPU": free})
+    preflight.check_fits(2, {"CPU": 1})
     said = capsys.readouterr().out
-    assert said.count("made room for 2 workers with 1 GPU each") == waits
+    assert ("2 CPU, 1 are free: this run waits until other jobs" in said) == waits
+    assert ("the cluster has grown" in said) == (waits and grows)
     assert (held in os.environ) == waits
 
 
-def test_a_ray_that_does_not_fit_two_workers_and_data_is_refused(started):
+def test_workers_that_leave_no_cpu_to_read_data_are_refused(started, monkeypatch):
     cpus = int(ray.cluster_resources()["CPU"])
     preflight.check_spare_cpus(cpus - 1)
     with pytest.raises(BadInput, match="none is left to read and decode the data"):
         preflight.check_spare_cpus(cpus)
-
-
-def test_a_cluster_that_grows_is_not_checked_for_spare_cpus(monkeypatch):
     monkeypatch.setattr(preflight, "grows", lambda: True)
-    preflight.check_spare_cpus(1000)
+    preflight.check_spare_cpus(1000)  # the cluster gets more
 
 
 def test_a_storage_path_that_workers_see_differently_is_refused(
@@ -140,8 +133,10 @@ def test_data_that_only_some_nodes_have_are_refused(started, tmp_path, monkeypat
             preflight.check_shared(path)
 
 
-def test_of_what_is_not_there_the_reader_speaks(started, tmp_path, monkeypatch):
-    """A folder with a wrong name is not "not shared"."""
+def test_a_folder_that_is_not_there_is_not_called_unshared(
+    started, tmp_path, monkeypatch
+):
+    """Whoever reads it says that it is missing."""
     nodes = ray.nodes()
     monkeypatch.setattr(preflight.ray, "nodes", lambda: nodes * 2)
     preflight.check_shared(tmp_path / "not there")
@@ -149,18 +144,3 @@ def test_of_what_is_not_there_the_reader_speaks(started, tmp_path, monkeypatch):
 
 def read_only(*_):
     raise OSError(30, "Read-only file system")
-
-
-def test_a_run_that_waits_says_so_once(monkeypatch, capsys):
-    """Not every minute with a traceback, as Ray Train does by default."""
-    held = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
-    monkeypatch.setenv(held, "")  # so that it is as before after this test
-    monkeypatch.delenv(held)
-    monkeypatch.setattr(preflight.ray, "nodes", lambda: [])
-    monkeypatch.setattr(preflight.ray, "cluster_resources", lambda: {"CPU": 2.0})
-    for free, waits in ((2.0, False), (1.0, True)):
-        found = {"CPU": free}
-        monkeypatch.setattr(preflight.ray, "available_resources", lambda f=found: f)
-        preflight._say_if_waiting({"CPU": 2})
-        assert ("1 are free: this run waits" in capsys.readouterr().out) == waits
-        assert (held in os.environ) == waits

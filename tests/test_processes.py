@@ -4,7 +4,6 @@ import inspect
 import os
 import platform
 import resource
-import shutil
 import socket
 import subprocess
 import sys
@@ -19,7 +18,7 @@ import ray
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
-from tests.patience import PATIENCE
+from tests.waiting import TIMEOUT_S
 from utils import processes
 from utils.launch import run_ranks
 
@@ -33,7 +32,7 @@ def test_one_thread_whatever_is_imported_first(monkeypatch, first):
         if setting:
             monkeypatch.setenv("OMP_NUM_THREADS", setting)
         command = [sys.executable, "-c", code]
-        answer = subprocess.check_output(command, text=True, timeout=PATIENCE)
+        answer = subprocess.check_output(command, text=True, timeout=TIMEOUT_S)
         assert answer.strip() == threads
 
 
@@ -48,7 +47,7 @@ def test_a_batch_of_ray_data_is_no_reason_to_warn():
     )
     for modules, warns in ([], True), (["utils"], False):  # a control, too
         command = [sys.executable, "-c", code, *modules]
-        done = subprocess.run(command, capture_output=True, timeout=PATIENCE)
+        done = subprocess.run(command, capture_output=True, timeout=TIMEOUT_S)
         assert (b"array is not writable" in done.stderr) == warns
 
 
@@ -59,7 +58,7 @@ def test_a_free_port_is_the_next_one_that_nobody_listens_on():
         assert first < processes.free_port(first) < first + 1000
 
 
-def test_a_port_that_is_free_is_not_given_to_a_connection_before_it_is_used():
+def test_no_connection_takes_a_free_port_before_it_is_used():
     """One test in two thousand failed for that."""
     found = [processes.free_port() for _ in range(50)]
     settings = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -69,48 +68,26 @@ def test_a_port_that_is_free_is_not_given_to_a_connection_before_it_is_used():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ports are reserved on Linux alone")
 def test_a_port_is_given_once_to_this_process_and_to_others(monkeypatch):
-    """Ranks of two lanes of tests would meet at one address."""
+    """Ranks of two jobs that start at once would meet at one address."""
     # above where others begin, so that none of them takes one meanwhile
     monkeypatch.setattr(processes.secrets, "randbelow", lambda most: most + 500)
     first, second = processes.free_port(), processes.free_port()
     assert 29500 <= first < second
     asked = "from utils import processes as p; p.secrets.randbelow = lambda n: n + 500"
     command = [sys.executable, "-c", f"{asked}; print(p.free_port())"]
-    other = int(subprocess.check_output(command, text=True, timeout=PATIENCE))
-    again = int(subprocess.check_output(command, text=True, timeout=PATIENCE))
+    other = int(subprocess.check_output(command, text=True, timeout=TIMEOUT_S))
+    again = int(subprocess.check_output(command, text=True, timeout=TIMEOUT_S))
     assert other == again > second  # a process that has ended reserves none
 
 
-def test_ray_may_write_objects_to_a_disk_that_is_large_and_nearly_full():
-    """Until 2 GiB are free; on a small disk until Ray's own 95% are used."""
-    assert processes.spill_until(1 << 40) == 1 - 2 / 1024
-    assert processes.spill_until(10 << 30) == 0.95
-    total = shutil.disk_usage(processes.ray_folder()).total
-    share = processes.spill_until(total)
-    assert float(os.environ[processes.DISK_SHARE]) == pytest.approx(share, abs=1e-4)
-
-
-@pytest.mark.parametrize("names", [("RAY_TMPDIR", "TMPDIR"), ("TMPDIR",), ()])
-def test_the_disk_is_that_to_which_ray_writes(names, tmp_path, monkeypatch):
-    from ray._common import utils as theirs
-
-    for name in ("RAY_TMPDIR", "TMPDIR"):
-        monkeypatch.delenv(name, raising=False)
-    for name in names:
-        monkeypatch.setenv(name, str(tmp_path / name))
-    assert str(processes.ray_folder()) == theirs.get_default_system_temp_dir()
-    monkeypatch.delenv(processes.DISK_SHARE)
-    processes.prepare()  # although there may be no such folder
-    assert (processes.DISK_SHARE in os.environ) == (not names)
+FULL = "RAY_local_fs_capacity_threshold"
 
 
 @pytest.mark.weekly
-@pytest.mark.xdist_group("ray")
+@pytest.mark.ray
 def test_ray_obeys_these_variables():
-    """With hardly any share of the disk, what does not fit the object store is refused.
-
-    And workers get as much of a busy core as any other program.
-    """
+    """It spills no object to a disk that is full enough, and gives workers their cores."""
+    assert FULL in processes.RAY_AT_START
     program = """
 from utils.cluster import start_ray
 import numpy, os, ray
@@ -123,10 +100,10 @@ except ray.exceptions.OutOfDiskError as error:
 """
     done = subprocess.run(
         [sys.executable, "-c", program],
-        env=os.environ | {processes.DISK_SHARE: "0.0001"},
+        env=os.environ | {FULL: "0.0001"},
         capture_output=True,
         text=True,
-        timeout=PATIENCE,
+        timeout=TIMEOUT_S,
     )
     assert f"niceness {os.nice(0)}\n" in done.stdout, done.stderr
     assert "Local disk is full" in done.stdout, done.stderr
@@ -171,45 +148,38 @@ def test_ranks_keep_the_memory_that_they_freed(by_value, script):
     assert max(run_ranks(faults, 2)) < MANY
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     ranks = subprocess.check_output(
-        [*torchrun, "--nproc_per_node=2", script], text=True, timeout=PATIENCE
+        [*torchrun, "--nproc_per_node=2", script], text=True, timeout=TIMEOUT_S
     )
     assert max(map(int, ranks.split())) < MANY
     theirs = os.environ | {"MALLOC_ARENA_TEST_": "8"}  # its default
     alone = [sys.executable, script]
-    assert int(subprocess.check_output(alone, env=theirs, timeout=PATIENCE)) > MANY
+    assert int(subprocess.check_output(alone, env=theirs, timeout=TIMEOUT_S)) > MANY
 
 
-@pytest.mark.parametrize("limit", [2**31, 32 << 20])
-def test_the_allocator_of_an_older_glibc_gets_what_it_takes(monkeypatch, limit):
-    """Before 2.35 more than 32 MiB is refused, and then the rest would do harm alone."""
+@pytest.mark.parametrize(
+    ("most", "set_to"), [(2**31, 1 << 30), (32 << 20, 32 << 20), (None, None)]
+)
+def test_the_allocator_gets_what_the_c_library_takes(monkeypatch, most, set_to):
+    """Before glibc 2.35 at most 32 MiB, else the rest would do harm alone; musl nothing."""
     settings = {}
 
     def mallopt(parameter: int, value: int) -> int:
-        if parameter == processes.M_MMAP_THRESHOLD and value > limit:
+        if parameter == processes.M_MMAP_THRESHOLD and value > most:
             return 0
         settings[parameter] = value
         return 1
 
-    library = SimpleNamespace(mallopt=mallopt)
+    library = SimpleNamespace(mallopt=mallopt) if most else SimpleNamespace()
     monkeypatch.setattr(processes.ctypes, "CDLL", lambda name: library)
     monkeypatch.setattr(sys, "platform", "linux")
     processes.keep_freed_memory()
-    assert settings == {
-        processes.M_TRIM_THRESHOLD: 1 << 30,
-        processes.M_MMAP_THRESHOLD: min(limit, 1 << 30),
-    }
-
-
-@pytest.mark.parametrize("platform", ["linux", "darwin"])
-def test_other_c_libraries_have_no_such_setting(monkeypatch, platform):
-    monkeypatch.setattr(processes.ctypes, "CDLL", lambda name: SimpleNamespace())
-    monkeypatch.setattr(sys, "platform", platform)
-    processes.keep_freed_memory()
+    trim, threshold = processes.M_TRIM_THRESHOLD, processes.M_MMAP_THRESHOLD
+    assert settings == ({trim: 1 << 30, threshold: set_to} if most else {})
 
 
 @pytest.mark.weekly
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
-@pytest.mark.xdist_group("ray")
+@pytest.mark.ray
 def test_ray_workers_keep_the_memory_that_they_freed(by_value, tmp_path):
     def train():
         without = faults()

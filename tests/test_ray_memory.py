@@ -1,4 +1,4 @@
-"""Which growth of memory counts; how it is sampled is tested in test_streaming.py."""
+"""Which growth of memory counts. Sampling is tested in test_streaming.py."""
 
 from types import SimpleNamespace
 
@@ -6,8 +6,6 @@ import pytest
 
 from utils import ray_memory
 from utils.ray_memory import Sample, growth
-
-pytestmark = pytest.mark.part02
 
 
 def samples(*by_process):
@@ -29,25 +27,6 @@ def test_what_a_batch_takes_for_a_moment_is_not_growth():
     kept = [120, 140, 160, 180, 200, 220, 240, 260]
     assert growth(before, samples(*({1: each} for each in kept))) == 120
     assert growth(before, samples({1: 150})) == 30  # a pass with a single sample
-
-
-def test_a_process_that_ends_while_it_is_looked_at_is_left_out(monkeypatch):
-    """As 0 bytes it would hide what others keep: its least is compared."""
-    reply = SimpleNamespace(object_store_bytes_used=1, spilled_bytes_total=2)
-    monkeypatch.setattr(
-        ray_memory,
-        "get_memory_info_reply",
-        lambda _: SimpleNamespace(store_stats=reply),
-    )
-    processes = [SimpleNamespace(pid=1), SimpleNamespace(pid=2)]
-    this = SimpleNamespace(children=lambda recursive: processes)
-    monkeypatch.setattr(ray_memory.psutil, "Process", lambda: this)
-    monkeypatch.setattr(
-        ray_memory, "private_bytes", lambda process: {1: 100, 2: 0}[process.pid]
-    )
-    sampler = object.__new__(ray_memory.sample_memory)
-    sampler._state = None
-    assert sampler._take().by_process == {1: 100}
 
 
 @pytest.mark.parametrize(("limit", "used"), [(1000, 700), (500, 60)])

@@ -13,8 +13,6 @@ import torch.distributed as dist
 from utils import stacks
 from utils.checks.part01 import a_job_that_hangs
 
-pytestmark = pytest.mark.part01
-
 
 def waits_in_vain(pids):
     faulthandler.register(signal.SIGUSR1)

@@ -4,7 +4,6 @@ Whatever is the lesson (process groups, wraps, step loops, checkpoints) stands i
 notebooks and scripts themselves; here is only what is identical everywhere.
 """
 
-from utils import clock, processes
+from utils import processes
 
 RAY_CAME_FIRST = processes.prepare()
-clock.show_in_notebook()

@@ -18,7 +18,6 @@ import cloudpickle
 import psutil
 import ray
 from ray._private import parameter, ray_constants
-from ray._private.authentication.authentication_token_setup import _enable_token_auth
 from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
 from ray._private.services import get_ray_address_from_environment
 from ray.exceptions import AuthenticationError
@@ -222,10 +221,65 @@ def _set(variable: str, value: str | None) -> None:
         os.environ.pop(variable, None)
 
 
+def _connect(num_cpus: int, address: str | None, options: dict) -> str:
+    """Start Ray with so many CPUs or more, or join one; return its dashboard's address."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    address = address or cluster_to_join() or "local"
+    starts = address == "local"
+    # A process per fit that waits for the notice that a cloud takes a node away. Nobody
+    # takes this machine away; measured without it: 2.0 s less per fit on 2 cores.
+    os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = str(int(not starts))
+    quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
+    runtime_env = {} if starts else _for_other_nodes()
+    options = {"address": address, "runtime_env": runtime_env} | quiet | options
+    options["runtime_env"] = _python() | options["runtime_env"]
+    if starts:
+        cpus = max(os.cpu_count() or 1, num_cpus)
+        # the dashboard runs code for whoever opens it
+        dashboard = {"include_dashboard": True, "dashboard_host": "127.0.0.1"}
+        options = {"num_cpus": cpus} | dashboard | options
+        with on_loopback():
+            context = twice(lambda port: _start(options, port))
+    else:
+        context = _join(address, options)
+    preflight.own_ray = starts
+    _set(API_SERVER, context.dashboard_url and f"http://{context.dashboard_url}")
+    logging.getLogger("ray.train").setLevel(logging.WARNING)
+    logging.getLogger("ray.data").setLevel(logging.ERROR)  # else a plan per execution
+    return f"http://{context.dashboard_url}" if context.dashboard_url else "off"
+
+
+def _join(address: str, options: dict):
+    """Join a cluster; return what `ray.init` does.
+
+    Raises:
+        BadInput: it does not answer, or it asks for a token.
+    """
+    try:
+        if ":" in address and "//" not in address:  # Ray itself tries for two minutes
+            host, port = address.rsplit(":", 1)
+            socket.create_connection((host, port), timeout=10).close()
+        with on_loopback() if _is_on_loopback(address) else contextlib.nullcontext():
+            return ray.init(**options)  # its processes say where its API server is
+    except (AuthenticationError, OSError, ValueError) as error:
+        refused = isinstance(error, AuthenticationError)
+        if refused or "InvalidAuthToken" in str(error.__cause__):
+            raise BadInput(
+                f"The Ray cluster at RAY_ADDRESS={address} asks for a token, and got none, "
+                "or another: set RAY_AUTH_MODE=token here, and RAY_AUTH_TOKEN to what "
+                "`ray get-auth-token` prints on its head."
+            ) from error
+        if isinstance(error, ValueError) and "address" not in str(error):
+            raise  # about another option
+        raise BadInput(
+            f"No Ray cluster answers at RAY_ADDRESS={address}: start it, correct the "
+            "address, or unset RAY_ADDRESS to start Ray on this machine."
+        ) from error
+
+
 def _is_on_loopback(address: str) -> bool:
-    """Return whether Ray starts here, or listens at 127.0.0.1 and at no other address."""
-    if address == "local":
-        return True
+    """Return whether a Ray listens at 127.0.0.1 and at no other address."""
     if address == "auto":
         address = get_ray_address_from_environment("auto", None) or ""
     host, _, port = address.partition(":")
@@ -236,64 +290,6 @@ def _is_on_loopback(address: str) -> bool:
     except OSError:
         return True
     return False
-
-
-def _connect(num_cpus: int, address: str | None, options: dict) -> str:
-    """Start Ray with so many CPUs or more, or join one; return its dashboard's address."""
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    address = address or cluster_to_join() or "local"
-    runtime_env = {}
-    if address != "local":
-        runtime_env |= _for_other_nodes()
-    defaults = {
-        "address": address,
-        "runtime_env": runtime_env,
-        "logging_level": logging.ERROR,
-        "log_to_driver": False,
-    }
-    if address == "local":
-        defaults["num_cpus"] = max(os.cpu_count() or 1, num_cpus)
-        defaults["dashboard_host"] = "127.0.0.1"  # it runs code for whoever opens it
-        defaults["include_dashboard"] = True
-    options = defaults | options
-    options["runtime_env"] = _python() | options["runtime_env"]
-    # A process per fit that waits for the notice that a cloud takes a node away. Nobody
-    # takes this machine away; measured without it: 2.0 s less per fit on 2 cores.
-    os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = str(int(address != "local"))
-    try:
-        if ":" in address and "//" not in address:  # Ray itself tries for two minutes
-            host, port = address.rsplit(":", 1)
-            socket.create_connection((host, port), timeout=10).close()
-            # Ray sends a token by itself only to a cluster that it has found itself. Where
-            # none is asked for, none may be sent: seen, no actor would start.
-            if "RAY_AUTH_MODE" not in os.environ and _asks_for_token(address):
-                if not _tokens():
-                    raise AuthenticationError("no token")
-                _enable_token_auth()
-        where = on_loopback() if _is_on_loopback(address) else contextlib.nullcontext()
-        with where:
-            if address == "local":
-                context = twice(lambda port: _start(options, port))
-            else:  # its processes say themselves where its API server is
-                context = ray.init(**options)
-    except AuthenticationError as error:
-        raise _refused(address) from error
-    except (OSError, ValueError) as error:  # Ray's ConnectionError is an OSError
-        about_address = isinstance(error, OSError) or "address" in str(error)
-        if address == "local" or not about_address:
-            raise
-        if "InvalidAuthToken" in str(error.__cause__):
-            raise _refused(address) from error
-        raise BadInput(
-            f"No Ray cluster answers at RAY_ADDRESS={address}: start it, correct the "
-            "address, or unset RAY_ADDRESS to start Ray on this machine."
-        ) from error
-    preflight.own_ray = address == "local"
-    _set(API_SERVER, context.dashboard_url and f"http://{context.dashboard_url}")
-    logging.getLogger("ray.train").setLevel(logging.WARNING)
-    logging.getLogger("ray.data").setLevel(logging.ERROR)  # else a plan per execution
-    return f"http://{context.dashboard_url}" if context.dashboard_url else "off"
 
 
 def twice(start: Callable[[int], Started]) -> Started:
@@ -344,44 +340,3 @@ def _end(processes: Iterable[psutil.Process]) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs(found, timeout=30)
-
-
-def _asks_for_token(address: str) -> bool:
-    """Return whether a cluster refuses who sends no token.
-
-    A process of its own asks, as Ray settles once per process whether it sends one.
-    """
-    ask = "import sys; from ray._raylet import GcsClient; GcsClient(sys.argv[1])"
-    without = {
-        "RAY_AUTH_MODE": "disabled",
-        "RAY_gcs_rpc_server_connect_timeout_s": "10",
-    }
-    answer = subprocess.run(
-        [sys.executable, "-c", ask, address],
-        env=os.environ | without,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    return "InvalidAuthToken" in answer.stderr
-
-
-def _tokens() -> list[str]:
-    """Return where a token is, in the order in which Ray looks.
-
-    Source: https://docs.ray.io/en/latest/ray-security/token-auth.html
-    """
-    found = [n for n in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH") if n in os.environ]
-    file = Path.home() / ".ray" / "auth_token"
-    return [*found, *([str(file)] if file.exists() else [])]
-
-
-def _refused(address: str) -> BadInput:
-    """Return what to raise where a cluster wants a token that is not here."""
-    places = _tokens()
-    what = f"the one in {places[0]} is not its" if places else "there is none here"
-    return BadInput(
-        f"The Ray cluster at RAY_ADDRESS={address} asks for a token, and {what}: run "
-        "`ray get-auth-token` on its head, and set RAY_AUTH_TOKEN here to what that "
-        "prints."
-    )

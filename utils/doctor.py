@@ -1,16 +1,13 @@
-"""Say on one screen what this machine can run, and how to mend what it cannot.
+"""Say on one screen what this machine can run, and how to fix what it cannot.
 
     python -m utils.doctor
 
-Ends with status 0 if all lessons can run, 1 if you can mend what is missing, and 2 if an
-administrator has to. (`make` ends with 2 for both.) Below the table stands a block to
-paste into a question: no secrets or paths of home are in it, and no names of user and
-machine in paths and addresses. Needs nothing but Python, so that it can tell which
-packages are missing.
+Ends with status 0 if all lessons can run, 1 if you can fix what is missing, and 2 if an
+administrator has to. (`make` ends with 2 for both.) Needs nothing but Python, so that it
+can tell which packages are missing.
 """
 
 import contextlib
-import getpass
 import os
 import platform
 import re
@@ -18,7 +15,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import sysconfig
 import textwrap
 import threading
 import urllib.request
@@ -27,10 +23,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
-from utils import electives as the_electives
 from utils import settings
 from utils.errors import BadInput
-from utils.processes import ray_folder
 
 REQUIREMENTS = Path(__file__).parent.parent / "requirements.txt"
 DATASET_URL = "https://ossci-datasets.s3.amazonaws.com/mnist/t10k-labels-idx1-ubyte.gz"
@@ -41,15 +35,15 @@ DISK_GB = 2  # a checkpoint of ResNet-18 with AdamW's state has 0.13 GB
 
 
 class Result(NamedTuple):
-    """Hold what a check found, and how to mend it.
+    """Hold what a check found, and how to fix it.
 
     state: "ok", "warn" (slower, or less possible), "FAIL" (a lesson cannot run).
-    administrator: whether only one can mend it.
+    administrator: whether only one can fix it.
     """
 
     state: str
     found: str
-    mend: str = ""
+    fix: str = ""
     administrator: bool = False
 
 
@@ -94,35 +88,20 @@ def requirements() -> list[tuple[str, str, str]]:
     return re.findall(pin, REQUIREMENTS.read_text(), re.MULTILINE)
 
 
-def electives() -> Result:
-    """Compare what is there of the electives' packages with their pins."""
-    pins = the_electives.pins()
-    gone, wrong = the_electives.missing(*pins), the_electives.wrong_versions()
-    if wrong:
-        mend = "Install what is pinned: `make -B electives`."
-        return Result("warn", "; ".join(wrong), mend)
-    if len(gone) == len(pins):
-        return Result("ok", "not installed; `make electives` installs them")
-    if gone:
-        mend = "Install the others, too: `make -B electives`."
-        return Result("warn", f"{', '.join(gone)} missing", mend)
-    return Result("ok", f"all {len(pins)} as pinned")
-
-
 def torch_build() -> Result:
     """Check that torch and torchvision fit each other, by an operator that needs both."""
-    mend = "`rm -rf .venv && make setup`, which takes both from the same index"
+    fix = "`rm -rf .venv && make setup`, which takes both from the same index"
     try:
         import torch
         import torchvision
 
         torchvision.ops.nms(torch.tensor([[0.0, 0, 1, 1]]), torch.ones(1), 0.5)
     except Exception as error:  # a broken build may raise anything
-        return _installed_wrong(f"cannot be used: {_line(error)}", mend)
+        return _installed_wrong(f"cannot be used: {_line(error)}", fix)
     versions = torch.__version__, torchvision.__version__
     found = "torch {}, torchvision {}".format(*versions)
     if len({version.partition("+")[2] for version in versions}) > 1:
-        return _installed_wrong(f"{found}: two different builds", mend)
+        return _installed_wrong(f"{found}: two different builds", fix)
     return Result("ok", found)
 
 
@@ -153,52 +132,52 @@ def memory() -> Result:
         total, free = min(total, limit / 1e9), min(free, (limit - used) / 1e9)
     if free >= MEMORY_GB:
         return Result("ok", f"{free:.1f} GB free")
+    needed = f"The lessons with Ray need {MEMORY_GB} GB"
     if total < MEMORY_GB:
-        mend = f"The lessons with Ray need {MEMORY_GB} GB: ask for a larger seat."
-        return Result("FAIL", f"{total:.1f} GB in all", mend, administrator=True)
-    mend = f"The lessons with Ray need {MEMORY_GB} GB: close other programs."
-    return Result("FAIL", f"{free:.1f} GB free", mend)
+        fix = f"{needed}: ask for a larger seat."
+        return Result("FAIL", f"{total:.1f} GB in all", fix, administrator=True)
+    return Result("FAIL", f"{free:.1f} GB free", f"{needed}: close other programs.")
 
 
 def _limits() -> Iterator[tuple[int, int]]:
-    """Yield what control groups (version 2 or 1) may use and do use, in bytes."""
-    own = {}
+    """Yield what control groups (version 2) may use and do use, in bytes.
+
+    A container sees its own as the root; a seat on a shared machine is in one below.
+    """
+    own = ""
     with contextlib.suppress(OSError):  # not Linux
-        lines = OWN_CGROUP.read_text().splitlines()
-        own = dict(line.split(":", 2)[1:] for line in lines)
-    old = CGROUP / "memory" / own.get("memory", "/")[1:]
-    for group in {CGROUP, CGROUP / own.get("", "/")[1:]}:
-        if (limit := group / "memory.max").exists() and limit.read_text() != "max\n":
+        own = OWN_CGROUP.read_text().strip().removeprefix("0::/")
+    for group in {CGROUP, CGROUP / own}:
+        limit = group / "memory.max"
+        if limit.exists() and limit.read_text() != "max\n":
             used = int((group / "memory.current").read_text())
-            yield int(limit.read_text()), used - _cache(group, "inactive_file")
-    if (limit := old / "memory.limit_in_bytes").exists():
-        used = int((old / "memory.usage_in_bytes").read_text())
-        yield int(limit.read_text()), used - _cache(old, "total_inactive_file")
-
-
-def _cache(group: Path, name: str) -> int:
-    """Return the bytes of files that were read, and go when memory is needed."""
-    statistics = (group / "memory.stat").read_text()
-    found = re.search(rf"^{name} (\d+)$", statistics, re.MULTILINE)
-    return int(found[1]) if found else 0
+            # files that were read go when memory is needed
+            statistics = (group / "memory.stat").read_text()
+            cache = re.search(r"^inactive_file (\d+)$", statistics, re.MULTILINE)
+            yield int(limit.read_text()), used - (int(cache[1]) if cache else 0)
 
 
 def disk() -> Result:
     """Measure the free disk where results go, and where Ray keeps its session."""
     try:
-        folders = {settings.storage_path(), ray_folder()}
+        folders = {settings.storage_path(), _ray_folder()}
     except BadInput as error:
         return Result("FAIL", "no place for results", str(error))
     free = {f: shutil.disk_usage(f).free / 1e9 for f in sorted(folders) if f.exists()}
     found = ", ".join(f"{gb:.1f} GB free in {folder}" for folder, gb in free.items())
     if min(free.values()) >= DISK_GB:
         return Result("ok", found)
-    mend = (
+    fix = (
         f"The lessons need {DISK_GB} GB: free some, or name a folder on another disk, "
     )
-    return Result(
-        "FAIL", found, mend + "WORKSHOP_STORAGE for results, RAY_TMPDIR for Ray."
-    )
+    fix += "WORKSHOP_STORAGE for results, RAY_TMPDIR for Ray."
+    return Result("FAIL", found, fix)
+
+
+def _ray_folder() -> Path:
+    """Return where Ray writes, as `get_default_system_temp_dir` in ray/_common/utils.py."""
+    own = os.environ.get("TMPDIR") if sys.platform.startswith("linux") else None
+    return Path(os.environ.get("RAY_TMPDIR") or own or "/tmp")
 
 
 def gpus() -> Result:
@@ -213,56 +192,26 @@ def gpus() -> Result:
                 torch.ones(1, device=f"cuda:{number}").add(1).item()
         except RuntimeError as error:
             state = "warn" if settings.mode() == "smoke" else "FAIL"
-            mend = "Set WORKSHOP_MODE=smoke to use the CPU, or update the GPU's driver."
-            return Result(state, f"{found}: {_line(error)}", mend)
+            fix = "Set WORKSHOP_MODE=smoke to use the CPU, or update the GPU's driver."
+            return Result(state, f"{found}: {_line(error)}", fix)
         return Result("ok", found)
     smi = shutil.which("nvidia-smi")
     if not smi:
         return Result("ok", "none: the lessons use the CPU")
     query = [smi, "--query-gpu=name,driver_version", "--format=csv,noheader"]
     answer = subprocess.run(query, capture_output=True, text=True, timeout=20)
-    if answer.returncode:
-        why, mend = "nvidia-smi fails", "Repair the driver"
-    elif os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1"):
-        why, mend = "hidden by CUDA_VISIBLE_DEVICES", "Unset CUDA_VISIBLE_DEVICES"
-    elif torch.version.cuda is None:
-        why, mend = (
-            "this torch is built without CUDA",
-            "Run `rm -rf .venv && make setup`",
-        )
+    smi_says = "; ".join((answer.stdout + answer.stderr).strip().splitlines())
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1"):
+        why, fix = "hidden by CUDA_VISIBLE_DEVICES", "Unset CUDA_VISIBLE_DEVICES"
     else:
-        why = f"torch is built for CUDA {torch.version.cuda} and cannot use this driver"
-        mend = f"Update the driver to one for CUDA {torch.version.cuda}"
-    found = "; ".join((answer.stdout + answer.stderr).strip().splitlines())
-    return Result("warn", f"{found}: {why}", f"{mend}; until then lessons use the CPU.")
-
-
-def compiler() -> Result:
-    """Find what DeepSpeed compiles its own optimizers with: C++20, ninja, Python.h."""
-    mend = (
-        "The lessons run without (see utils.zero); DeepSpeed's own optimizers, as for "
+        built = (
+            f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+        )
+        why = f"torch, built {built}, cannot use it"
+        fix = "Update the driver, or `rm -rf .venv && make setup` for another torch"
+    return Result(
+        "warn", f"{smi_says}: {why}", f"{fix}; until then lessons use the CPU."
     )
-    mend += (
-        "offload, are compiled at their first use: install {} (so called on Ubuntu)."
-    )
-    cxx = shutil.which(os.environ.get("CXX", "c++"))
-    if not cxx:
-        return Result("warn", "no C++ compiler", mend.format("build-essential"))
-    scripts = sysconfig.get_path("scripts")  # `make` puts it on the PATH of notebooks
-    if not shutil.which("ninja", path=f"{scripts}{os.pathsep}{os.environ['PATH']}"):
-        return Result("warn", f"{cxx}, but no ninja", mend.format("ninja-build"))
-    compile_it = [cxx, "-std=c++20", "-fsyntax-only", "-x", "c++", "-"]
-    answer = subprocess.run(
-        [*compile_it, "-I", sysconfig.get_path("include")],
-        input="#include <concepts>\n#include <Python.h>\n",
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    if answer.returncode == 0:
-        return Result("ok", f"{cxx}, ninja and Python.h")
-    needed = "python{}.{}-dev and g++ 11 or later".format(*sys.version_info)
-    return Result("warn", answer.stderr.strip().splitlines()[0], mend.format(needed))
 
 
 def ray() -> Result:
@@ -277,28 +226,23 @@ def ray() -> Result:
         said = (answer.stderr if answer.returncode else answer.stdout).strip()
         sentence = re.sub(r"^[\w.]+: ", "", said.splitlines()[-1])  # of a traceback
         if answer.returncode:
-            what, _, mend = sentence.rpartition(": ")
-            return Result("FAIL", what, f"{mend[:1].upper()}{mend[1:]}")
+            what, _, fix = sentence.rpartition(": ")
+            return Result("FAIL", what, f"{fix[:1].upper()}{fix[1:]}")
         return Result("ok", sentence)
-    processes = [p.info for p in psutil.process_iter(["name", "username"])]
-    owners = {str(p["username"]) for p in processes if p["name"] == "raylet"}
-    if not owners:
+    if not any(p.info["name"] == "raylet" for p in psutil.process_iter(["name"])):
         return Result("ok", "none is running: the lessons start their own")
-    mend = "The lessons leave it alone and start another; RAY_ADDRESS=auto joins it."
-    whose = "yours" if psutil.Process().username() in owners else "another user"
-    return Result("warn", f"one of {whose} is running", mend)
+    fix = "The lessons leave it alone and start another; RAY_ADDRESS=auto joins it."
+    return Result("warn", "one is running already", fix)
 
 
 def names() -> Result:
     """Look up this machine's own name, and who connects, as torchrun and ranks do."""
-    if not (
-        "PET_LOCAL_ADDR" in os.environ  # torchrun's own variable for --local-addr
-        or _answers(lambda: socket.getaddrinfo(socket.getfqdn(), None))
-    ):
-        mend = "Add it to the line of 127.0.0.1 in /etc/hosts, or, for torchrun on "
-        mend += "this machine alone, `export PET_LOCAL_ADDR=127.0.0.1`."
+    given = "PET_LOCAL_ADDR" in os.environ  # torchrun's own variable for --local-addr
+    if not given and not _answers(lambda: socket.getaddrinfo(socket.getfqdn(), None)):
+        fix = "Add it to the line of 127.0.0.1 in /etc/hosts, or, for torchrun on "
+        fix += "this machine alone, `export PET_LOCAL_ADDR=127.0.0.1`."
         found = "this machine's own name has no address: torchrun would wait for it"
-        return Result("FAIL", found, mend)
+        return Result("FAIL", found, fix)
 
     def look_up() -> bool:
         with contextlib.suppress(OSError):  # no is an answer, too
@@ -306,9 +250,9 @@ def names() -> Result:
         return True
 
     if not _answers(look_up):
-        mend = '`export RES_OPTIONS="timeout:1 attempts:1"` makes that 1 s.'
+        fix = '`export RES_OPTIONS="timeout:1 attempts:1"` makes that 1 s.'
         found = "a name server does not answer: each start of ranks waits 10 s for it"
-        return Result("warn", found, mend)
+        return Result("warn", found, fix)
     return Result("ok", "ranks find each other on this machine")
 
 
@@ -335,76 +279,30 @@ def _answers(ask: Callable[[], object], seconds: float = 3) -> bool:
     return bool(answers)
 
 
-CHECKS: tuple[Callable[[], Result], ...] = (workshop, python, packages, electives)
-CHECKS += (torch_build, run_mode, cores, memory, disk, gpus, compiler, ray, names)
-CHECKS += (network,)
+CHECKS: tuple[Callable[[], Result], ...] = (
+    *(workshop, python, packages, torch_build, run_mode, cores, memory, disk),
+    *(gpus, ray, names, network),
+)
 
 
 def main() -> int:
-    """Print the table, and the block to paste; returns the status to end with."""
-    results = {}
+    """Print the table; return the status to end with."""
+    failed = []
     for check in CHECKS:
         try:
             result = check()
         except Exception as error:  # one check that fails must not hide the others
             result = Result("warn", f"cannot be checked: {_line(error)}")
-        name = check.__name__.replace("_", " ")
-        results[name] = result
-        start = f"{result.state:<5} {name:<12} "
+        start = f"{result.state:<5} {check.__name__.replace('_', ' '):<12} "
         _print(start, result.found)
-        _print(" " * len(start), result.mend)
-    failed = [result for result in results.values() if result.state == "FAIL"]
+        _print(" " * len(start), result.fix)
+        if result.state == "FAIL":
+            failed.append(result)
     theirs = sum(result.administrator for result in failed)
-    verdict = f"{len(failed)} to mend before all lessons can run"
+    verdict = f"{len(failed)} to fix before all lessons can run"
     verdict += f", {theirs} of them by an administrator." if theirs else "."
     print(f"\n{verdict if failed else 'Ready.'}")
-    print(f"\n{to_paste(results)}")
     return 2 if theirs else int(bool(failed))
-
-
-def to_paste(results: dict[str, Result]) -> str:
-    """Return what a question needs: versions, and all that is not well.
-
-    No secret and no path of home is in it, and no name of user and machine in a path or
-    address. Elsewhere a name may be a word, as `ray` is.
-    """
-    lines = [f"{platform.system()} {platform.machine()}, commit {_commit()}"]
-    for name, (state, found, *_) in results.items():
-        if state != "ok" or name in ("workshop", "python", "torch build", "run mode"):
-            lines.append(f"{state:<5} {name}: {without_names(found)}")
-    return "\n".join(["--- paste this into a question ---", *lines, "--- end ---"])
-
-
-def without_names(text: str) -> str:
-    """Return a text without secrets, paths of home, and names in paths and addresses."""
-    for name, value in os.environ.items():
-        if re.search("TOKEN|KEY|SECRET|PASSW|CREDENTIAL", name) and len(value) > 3:
-            text = text.replace(value, "<secret>")
-    text = re.sub(r"//[^/\s@]+@", "//<secret>@", text)  # of an address
-    text = text.replace(str(REQUIREMENTS.parent), "<workshop>")
-    text = re.sub(rf"{re.escape(str(Path.home()))}(?=/|$|\W)", "~", text)
-    text = re.sub(r"/(?:home|Users)/[^/\s,;:]+", "~", text)
-    for name in {_user(), platform.node()} - {""}:
-        # as a part of a path or of an address: a user may be called `ray`
-        text = re.sub(rf"(?<=[/@.]){re.escape(name)}(?![\w-])", "<name>", text)
-    host = re.escape(platform.node())
-    return re.sub(rf"(?<![\w.-]){host}(?=:\d)", "<name>", text) if host else text
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a container may give its user no name
-        return ""
-
-
-def _commit() -> str:
-    command = ["git", "-C", str(REQUIREMENTS.parent), "rev-parse", "--short", "HEAD"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return "unknown"
-    return done.stdout.strip() if done.returncode == 0 else "unknown"
 
 
 def _installed_wrong(found: str, command: str) -> Result:
@@ -412,8 +310,8 @@ def _installed_wrong(found: str, command: str) -> Result:
     seat = "JUPYTERHUB_USER" in os.environ  # of a hub, in an image
     if os.access(sys.prefix, os.W_OK) or not (in_environment() or seat):
         return Result("FAIL", found, f"Install what is pinned: {command}.")
-    mend = f"This environment is not yours to change: its owner runs {command}."
-    return Result("FAIL", found, mend, administrator=True)
+    fix = f"This environment is not yours to change: its owner runs {command}."
+    return Result("FAIL", found, fix, administrator=True)
 
 
 def in_environment() -> bool:

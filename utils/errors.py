@@ -1,11 +1,11 @@
-"""Define the one exception of this repository: bad input, and how to mend it."""
+"""Define the one exception of this repository: bad input, and how to fix it."""
 
 import sys
 from pathlib import Path
 
 
 class BadInput(Exception):
-    """Say in one sentence what is wrong with an input, and how to mend it.
+    """Say in one sentence what is wrong with an input, and how to fix it.
 
     An input is what its user can change: a command line, a variable of the environment, a
     file, a folder, a cluster. `command_line.run` ends a script with the sentence alone, and

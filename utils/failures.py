@@ -1,4 +1,4 @@
-"""Find what failed in a run of Ray Train, and the sentence that says how to mend it."""
+"""Find what failed in a run of Ray Train, and the sentence that says how to fix it."""
 
 import contextlib
 import shutil
@@ -101,23 +101,20 @@ def in_a_sentence(read_again: Callable[[], object] | None = None) -> Iterator[No
         yield
     except (TrainingFailedError, ray.exceptions.RayTaskError) as failure:
         ray.shutdown()
-        if read_again and any(map(_could_not_read, what_failed(failure))):
+        if read_again and any(map(_could_not_read, errors_behind(failure))):
             read_again()
-        if problem := what_to_mend(failure):
+        if problem := bad_input_behind(failure):
             raise problem from failure
         raise
 
 
-def what_to_mend(failure: Exception) -> BadInput | None:
-    """Return the BadInput of a worker or task, or None.
+def bad_input_behind(failure: Exception) -> BadInput | None:
+    """Return the BadInput that a worker or a task raised, if any.
 
     One error of gloo becomes a BadInput, too: that of nodes whose host name stands for
     127..., which no other node reaches.
-
-    Args:
-        failure: what `TorchTrainer.fit` raised, a `ray.train.TrainingFailedError`.
     """
-    for error in what_failed(failure):
+    for error in errors_behind(failure):
         cause = _cause(error)
         if "Gloo connectFullMesh failed" in str(cause) and "[127." in str(cause):
             return BadInput(LOOPBACK)
@@ -127,7 +124,7 @@ def what_to_mend(failure: Exception) -> BadInput | None:
     return None
 
 
-def what_failed(failure: Exception) -> list[Exception]:
+def errors_behind(failure: Exception) -> list[Exception]:
     """Return the errors behind a TrainingFailedError; of any other error, itself alone."""
     if not isinstance(failure, TrainingFailedError):
         return [failure]

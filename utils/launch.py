@@ -110,9 +110,9 @@ def _collect(ranks: list, pipes: list[Any], deadline: float) -> list[Any]:
 
 
 def _first_with(summary: str, rank: int, waiting: list, pipes: list) -> int:
-    """Return the lowest rank that failed with the same error, which is then the one named.
+    """Return the lowest rank that fails with the same error as `rank`.
 
-    Else it would depend on which of them was the quickest.
+    Else which of them is named would depend on which was the quickest.
     """
     for pipe in waiting:
         other = pipes.index(pipe)

@@ -9,7 +9,6 @@ import functools
 import os
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -34,8 +33,6 @@ WORKER = {"CPU": 1, "trainer": 1}
 class Cluster(cluster_utils.Cluster):
     """Start nodes of Ray that listen on 127.0.0.1 alone."""
 
-    client_server: subprocess.Popen | None = None
-
     def add_node(self, *args, **kwargs):
         """Start a node; where one that joins was not up in time, try once more."""
 
@@ -45,12 +42,6 @@ class Cluster(cluster_utils.Cluster):
 
         # a head is started again with all its nodes: `start`
         return twice(add) if self.head_node else add(None)
-
-    def shutdown(self) -> None:
-        if self.client_server:
-            self.client_server.kill()
-            self.client_server.wait(30)
-        super().shutdown()
 
 
 @functools.cache
@@ -133,24 +124,6 @@ def wait_until_gone(cluster: Cluster, node) -> None:
     kill(cluster, node)
 
 
-def ray_client(cluster: Cluster) -> str:
-    """Start a server for Ray Client beside the head; returns ray://127.0.0.1:...
-
-    What `ray start --head` starts is a door, which forks such a server for each program
-    that connects. Here is the server alone, for one program: the fork failed in three of
-    nine connections on two busy cores (Ray 2.60), and each time that took half a minute.
-    """
-    port = free_port(10001)
-    command = [python(), "-m", "ray.util.client.server", f"--address={cluster.address}"]
-    command += ["--host=127.0.0.1", f"--port={port}", "--mode=specific-server"]
-    with on_loopback():
-        cluster.client_server = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-    _wait(lambda: _listens(port), "Ray Client's server does not listen")
-    return f"ray://127.0.0.1:{port}"
-
-
 def machine(
     address: str = "", cpus: int = 1, env: dict[str, str] | None = None
 ) -> tuple[subprocess.Popen, str]:
@@ -216,11 +189,6 @@ def _tell_ray_train(expected: int) -> None:
     _wait(lambda: len(_alive()) == expected, f"not {expected} nodes")
     its_list = ray.get_actor("AutoscalingCoordinator", "AutoscalingCoordinator")
     ray.get(its_list.get_reserved_resources.remote("", recompute=True))
-
-
-def _listens(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def _wait(until, problem: str, seconds: float = 300) -> None:

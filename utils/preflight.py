@@ -28,14 +28,6 @@ def check_fits(num_workers: int, resources_per_worker: dict[str, float]) -> None
         BadInput: they do not fit; says what was asked, what there is, what to change.
     """
     needed = {name: n for name, n in resources_per_worker.items() if n > 0}
-    asked = ", ".join(f"{n:g} {name}" for name, n in needed.items())
-    if grows():
-        _say_if_waiting(
-            {name: n * num_workers for name, n in needed.items()},
-            f"until the cluster has made room for {num_workers} workers with {asked} each. "
-            "Beyond the bounds of the cluster it waits for ever: `ray status` shows both",
-        )
-        return
     nodes = [node["Resources"] for node in alive_nodes()]
     room = sum(
         min(
@@ -44,7 +36,8 @@ def check_fits(num_workers: int, resources_per_worker: dict[str, float]) -> None
         )
         for node in nodes
     )
-    if room < num_workers:
+    if room < num_workers and not grows():
+        asked = ", ".join(f"{n:g} {name}" for name, n in needed.items())
         there = "; ".join(
             ", ".join(f"{node.get(name, 0):g} {name}" for name in needed)
             for node in nodes
@@ -78,15 +71,16 @@ def check_spare_cpus(num_workers: int) -> None:
     _say_if_waiting({"CPU": taken + 1})
 
 
-def _say_if_waiting(needed: dict[str, float], until: str | None = None) -> None:
+def _say_if_waiting(needed: dict[str, float]) -> None:
     """Say that a run will wait for what is not free now, if it will, and for what."""
     there, free = ray.cluster_resources(), ray.available_resources()
     for name, n in needed.items():
         if free.get(name, 0) < n:
-            what = until or f"until other jobs have given back enough to make {n:g}"
+            grown = " or the cluster has grown" if grows() else ""
             print(
                 f"Of the cluster's {there.get(name, 0):g} {name}, {free.get(name, 0):g} "
-                f"are free: this run waits {what}."
+                f"are free: this run waits until other jobs have ended{grown}, and {n:g} "
+                "are. `ray status` shows who has them."
             )
             # else Ray Train writes a traceback for every minute that its workers wait
             os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "3600")
@@ -101,18 +95,17 @@ def check_shared(*folders: str | Path) -> None:
     Raises:
         BadInput: a node does not see a file that is there, written now if that is possible.
     """
-    for folder in folders:
-        _check_shared(folder)
-
-
-def _check_shared(folder: str | Path) -> None:
     nodes = alive_nodes()
-    folder = str(folder).removeprefix("file://")
-    if len(nodes) < 2 or "://" in folder:
-        return
-    folder = Path(folder).expanduser().absolute()
-    if not folder.exists():
-        return  # whoever reads it says so
+    for name in map(str, folders if len(nodes) > 1 else ()):
+        name = name.removeprefix("file://")
+        if (
+            "://" not in name
+            and (folder := Path(name).expanduser().absolute()).exists()
+        ):
+            _check_seen(folder, nodes)  # what is not there, its reader says
+
+
+def _check_seen(folder: Path, nodes: list[dict]) -> None:
     there = marker = folder / f".shared-{uuid.uuid4().hex}"
     try:
         marker.touch()

@@ -8,7 +8,6 @@ import ctypes
 import logging
 import os
 import secrets
-import shutil
 import socket
 import sys
 import warnings
@@ -46,8 +45,16 @@ RAY_AT_IMPORT = {
     ),
 }
 
-# Ray's own settings, which its raylets read. See `spill_until`, and `prepare`.
-DISK_SHARE, NICENESS = "RAY_local_fs_capacity_threshold", "RAY_worker_niceness"
+# Ray's own settings, which its raylets read.
+RAY_AT_START = {
+    # Ray's default is 15: beside programs without niceness that take all they get, a worker
+    # gets a thirtieth of a core (sched(7)). Measured beside a busy loop per core: three
+    # small fits at a time took 190 s, with this 35 s.
+    "RAY_worker_niceness": "0",
+    # How full a disk may be for Ray to write objects to it. At its default of 0.95, on a
+    # disk of 1 TB with 50 GB free, `ray.put` raises "Local disk is full".
+    "RAY_local_fs_capacity_threshold": "0.99",
+}
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
@@ -75,38 +82,13 @@ def prepare() -> bool:
     warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
     keep_freed_memory()
     too_late = "ray" in sys.modules and not RAY_AT_IMPORT.keys() <= os.environ.keys()
-    for name, value in RAY_AT_IMPORT.items():
+    for name, value in (RAY_AT_IMPORT | RAY_AT_START).items():
         os.environ.setdefault(name, value)
     # Torch asks a name server who connects to a rank, and warns where none answers, once
     # per rank of every run. A reader without a network sees what others see: in processes
     # that are started from here, as torch reads it when it is imported.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # Ray's default is 15: beside programs without niceness that take all they get, a worker
-    # gets a thirtieth of a core (sched(7)). Measured beside a busy loop per core: three
-    # small fits at a time took 190 s, with this 35 s.
-    os.environ.setdefault(NICENESS, "0")
-    with contextlib.suppress(OSError):  # no such folder: Ray says so when it starts
-        total = shutil.disk_usage(ray_folder()).total
-        os.environ.setdefault(DISK_SHARE, f"{spill_until(total):.4f}")
     return too_late
-
-
-def ray_folder() -> Path:
-    """Return the folder below which Ray keeps its files, and objects that find no memory.
-
-    Source: `get_default_system_temp_dir` in ray/_common/utils.py.
-    """
-    own = os.environ.get("TMPDIR") if sys.platform.startswith("linux") else None
-    return Path(os.environ.get("RAY_TMPDIR") or own or "/tmp")
-
-
-def spill_until(total: int) -> float:
-    """Return up to which used share of a disk of `total` bytes Ray may write objects to it.
-
-    Ray stops at 95%: on a disk of 1 TB with 50 GB free, `ray.put` raises "Local disk is
-    full". Here it stops where less than 2 GiB are free, if that is later.
-    """
-    return max(0.95, 1 - (2 << 30) / total)
 
 
 def keep_freed_memory() -> None:
