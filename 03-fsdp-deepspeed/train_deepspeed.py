@@ -5,8 +5,8 @@
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # else: docs/troubleshooting.md
     torchrun --nproc_per_node=4 --max-restarts=1 train_deepspeed.py --checkpoint-dir run
 
-The ZeRO stage, precision and offload are set in ds_config.json; where it says "auto", the
-command line decides. Runs on GPUs if there are any, else on CPUs. With --checkpoint-dir
+The ZeRO stage, precision and offload are set in ds_config.json; the command line replaces
+some of its settings. Runs on GPUs if there are any, else on CPUs. With --checkpoint-dir
 the same command starts a run, and goes on with it: after a restart, and when a scheduler
 starts the job again. SIGTERM stops it after a step, saved.
 
@@ -298,8 +298,8 @@ def parse_args():
     """Parse the command line, and check it against the configuration's file."""
     parser = torchrun_or_ray.Parser(__doc__, batch_size=None)
     add = parser.add_argument
-    add("--clip", type=command_line.positive, help="gradient norm (default: 1)")
-    add("--gradient-accumulation-steps", type=command_line.count, help="default: 1")
+    add("--clip", type=command_line.positive, help="gradient norm")
+    add("--gradient-accumulation-steps", type=command_line.count)
     file = Path(__file__).with_name("ds_config.json")
     add("--ds-config", type=settings.local_path, default=file, help="a JSON file")
     add("--stage", type=int, help="of ZeRO, instead of the file's")
@@ -317,7 +317,6 @@ def parse_args():
 
 def main():
     args = parse_args()
-    zero_config.check_batch_size(args.engine_config, torchrun_or_ray.world_size(args))
     torchrun_or_ray.check_launch(args)
     report = with_ray(args) if args.num_workers else under_torchrun(args)
     torchrun_or_ray.end(args, report)

@@ -8,7 +8,6 @@ import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -58,29 +57,20 @@ def loss_of(model, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.to(at_least_fp32), targets.flatten())
 
 
-def steps_of(train_step: Callable, first: int, last: int) -> Iterator[tuple]:
-    """Train with a script's step; of each, the mean loss and the bytes this rank sent."""
+def steps_of(train_step: Callable, steps: int) -> Iterator[tuple]:
+    """Train with a script's step; yield the mean loss and the bytes that this rank sent."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    for step in range(first, last):
+    for step in range(steps):
         with count_comms() as comms:
             loss = train_step(*share(step, rank, world_size)).detach().clone()
         dist.all_reduce(loss)
         yield loss.item() / world_size, comms.sent(world_size)
 
 
-def outputs(model, evaluate: Callable) -> dict:
-    """Return the logits of two texts; the loss that a script's `evaluate` finds."""
-    rank, world_size, device = (
-        dist.get_rank(),
-        dist.get_world_size(),
-        torch.device("cpu"),
-    )
-    return {
-        "logits": model(text(block_size=CONFIG.block_size)[:2][0]).detach(),
-        "test loss": evaluate(
-            model, test_set(), rank, world_size, device, batch_size=2
-        ),
-    }
+def test_loss(model, evaluate: Callable) -> float:
+    """Return the loss of `test_set` that a script's `evaluate` finds."""
+    here = dist.get_rank(), dist.get_world_size(), torch.device("cpu")
+    return evaluate(model, test_set(), *here, batch_size=2)
 
 
 def one_process(dtype: torch.dtype, steps: int = 10) -> dict:
@@ -137,8 +127,6 @@ def fsdp2(
     dtype: torch.dtype,
     steps: int = 10,
     sum_gradients: bool = False,
-    load: Path | None = None,
-    save: Path | None = None,
     **options,
 ) -> dict:
     """Train with the functions of train_fsdp2.py; `options` are those of `shard`."""
@@ -151,26 +139,21 @@ def fsdp2(
         for block in model.blocks:
             block.set_gradient_divide_factor(1.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    first, trained, gradients = 0, [], None
-    if load:
-        first = script.load_checkpoint(model, optimizer, GLOBAL_BATCH, load)
+    trained, gradients = [], None
     train_step = partial(script.train_step, model, optimizer, clip=NO_CLIP)
-    for step in steps_of(train_step, first, steps):
+    for step in steps_of(train_step, steps):
         trained.append(step)
         gradients = gradients or [p.grad.full_tensor() for p in model.parameters()]
-    if save:
-        script.save_checkpoint(model, optimizer, steps, GLOBAL_BATCH, save)
-    weights, moments = sd.get_state_dict(model, optimizer, options=WHOLE)
+    weights = sd.get_model_state_dict(model, options=WHOLE)
     # the state first: without resharding, a forward pass leaves the weights gathered
     return {
         "losses": [loss for loss, _ in trained],
         "gradients": gradients,
         "parameters": list(weights.values()),
-        "moments": [m for s in moments.get("state", {}).values() for m in s.values()],
         "state": state_bytes(model, optimizer),
         "sent": trained[-1][1],
-        "weights": weights,
-    } | outputs(model, script.evaluate)
+        "test loss": test_loss(model, script.evaluate),
+    }
 
 
 def zero_config(stage: int, batch_size: int) -> dict:
@@ -181,13 +164,15 @@ def zero_config(stage: int, batch_size: int) -> dict:
     return config | {"gradient_clipping": 0.0}
 
 
-def zero_engine(stage: int, dtype: torch.dtype, passes: int = 1, **changes):
+def zero_engine(stage: int, dtype: torch.dtype, accumulation_steps: int = 1, **changes):
     """Return an engine of DeepSpeed with the script's config at a stage, with `changes`."""
     os.environ["WORKSHOP_MODE"] = "smoke"
     deepspeed = load_deepspeed()
     deepspeed.init_distributed("gloo")
-    config = zero_config(stage, GLOBAL_BATCH // dist.get_world_size() // passes)
-    config |= {"gradient_accumulation_steps": passes} | changes
+    config = zero_config(
+        stage, GLOBAL_BATCH // dist.get_world_size() // accumulation_steps
+    )
+    config |= {"gradient_accumulation_steps": accumulation_steps} | changes
     model = build_model(dtype)
     if stage == 0 and dtype == torch.float64:
         # gloo reduces float64, but DeepSpeed's list of types on a CPU leaves it out
@@ -225,35 +210,29 @@ def zero(
     stage: int,
     dtype: torch.dtype,
     steps: int = 10,
-    passes: int = 1,
-    load: Path | None = None,
-    save: Path | None = None,
-    first: int = 0,
+    accumulation_steps: int = 1,
     **changes,
 ) -> dict:
     """Train with the functions of train_deepspeed.py, and its config with `changes`.
 
     The state is that of the last step after its first pass, where gradients exist.
     """
-    engine = zero_engine(stage, dtype, passes, **changes)
+    engine = zero_engine(stage, dtype, accumulation_steps, **changes)
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 
     script = scripts.load(TRAIN_DEEPSPEED)
-    if load:
-        engine.load_checkpoint(load)
     is_whole = stage == 0  # and not DeepSpeed's to put together
     states, gradients = look_before_steps(
         engine, (lambda p: p.grad) if is_whole else safe_get_full_grad
     )
-    trained = list(steps_of(partial(script.train_step, engine), first, steps))
-    if save:
-        engine.save_checkpoint(save, "saved")
+    trained = list(steps_of(partial(script.train_step, engine), steps))
     whole_parameter = torch.Tensor.detach if is_whole else safe_get_full_fp32_param
-    return outputs(engine, script.evaluate) | {
+    return {
+        "test loss": test_loss(engine, script.evaluate),
         "losses": [loss for loss, _ in trained],
         "gradients": gradients,
         "parameters": [whole_parameter(p).clone() for p in engine.module.parameters()],
-        "state": states[-passes],
+        "state": states[-accumulation_steps],
         "sent": trained[-1][1],
     }
 

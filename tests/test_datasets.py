@@ -6,21 +6,18 @@ import http.client
 import os
 import pickle
 import subprocess
-import sys
 import time
 import urllib.error
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torchvision import datasets as tv
 
-from tests import scripts
 from tests.network import nobody_listens
-from tests.patience import PATIENCE
+from tests.waiting import TIMEOUT_S
 from utils import datasets
 from utils.datasets import downloaded, shipped
 from utils.errors import BadInput
@@ -46,22 +43,8 @@ def test_digits():
         assert (images.min(), images.max()) == (0, 1)
         # Each digit is a tenth, more or less: nothing was sorted before it was split.
         assert (labels.bincount() / len(labels)).sub(0.1).abs().max() < 0.05
-        image, label = split[0]
-        assert image.shape == (1, 28, 28)
-        assert label.shape == ()
-
-
-def test_splits_are_fixed_and_together_the_whole_file():
-    splits = [datasets.digits(name).tensors[0] for name in ("train", "test")]
-    again = [datasets.digits(name).tensors[0] for name in ("train", "test")]
-    assert all(torch.equal(a, b) for a, b in zip(splits, again))
-    seen = {image.numpy().tobytes() for split in splits for image in split}
-    with np.load(shipped.DIGITS_FILE) as file:
-        originals = {image.tobytes() for image in file["images"]}
-    assert len(seen) == len(originals) == 1797  # no image twice, and none in both
-    with np.load(shipped.DIGITS_FILE) as file:
-        every_fifth = file["labels"][::5].tolist()
-    assert datasets.digits("test").tensors[1].tolist() == every_fifth
+    both = torch.cat([train.tensors[0], test.tensors[0]])
+    assert len({image.numpy().tobytes() for image in both}) == 1797  # none in both
 
 
 def test_pictures_show_their_labels():
@@ -97,93 +80,48 @@ def test_unknown_names():
     assert len(datasets.load("digits", "test")) == 360
 
 
-def without_network(load, nowhere=NOWHERE):
-    """Call a loader where every download fails; return its error and number of waits."""
-    tv.MNIST.mirrors = [nowhere]
-    tv.FashionMNIST.mirrors = [nowhere]
-    tv.CIFAR10.url = nowhere
-    slept, sleep = [], time.sleep
-    time.sleep = slept.append
-    try:
-        load()
-    except BadInput as error:
-        return str(error), len(slept)
-    finally:
-        time.sleep = sleep
-
-
-@pytest.mark.parametrize("name", ["mnist", "fashion_mnist", "cifar10"])
-def test_no_network_is_one_sentence(monkeypatch, name):
-    for cls in (tv.MNIST, tv.FashionMNIST):
-        monkeypatch.setattr(cls, "mirrors", cls.mirrors)
-    monkeypatch.setattr(tv.CIFAR10, "url", tv.CIFAR10.url)
-    message, waits = without_network(lambda: datasets.load(name))
-    assert "could not be downloaded (" in message
-    assert "Connection refused" in message
-    assert "use the dataset 'digits', which needs none" in message
-    assert "\n" not in message
-    assert waits == 0  # it says so at once, without trying again
-
-
-def test_no_network_reaches_every_rank():
+def test_no_network_is_one_sentence_on_every_rank():
     nowhere = NOWHERE  # each rank would hold another port
 
     def train():
+        tv.MNIST.mirrors = [nowhere]
         dist.init_process_group("gloo")
-        answer = without_network(datasets.mnist, nowhere)
+        with pytest.raises(BadInput) as error:
+            datasets.mnist()
         dist.destroy_process_group()
-        return answer
+        return str(error.value)
 
-    answers = run_ranks(train, 3, timeout=PATIENCE)
-    assert len({message for message, _ in answers}) == 1
-    assert "use the dataset 'digits'" in answers[0][0]
+    for message in run_ranks(train, 2, timeout=TIMEOUT_S):
+        assert message.startswith("MNIST could not be downloaded (")
+        assert "Connection refused" in message
+        assert "use the dataset 'digits', which is here and needs no network" in message
+        assert "\n" not in message
 
 
-def fails_with(error):
-    """Return a class like torchvision's that fails where it downloads."""
-
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (OSError(errno.ENOSPC, "No space left"), r"cannot be written to .* \(No space"),
+        (
+            OSError(errno.EROFS, "Read-only"),
+            "set WORKSHOP_STORAGE to a folder with room",
+        ),
+        (OSError(errno.ENOLCK, "No locks"), r"cannot be written to .* \(No locks"),
+        (urllib.error.URLError("timed out"), "could not be downloaded .*connect to a"),
+        (http.client.IncompleteRead(b""), "could not be downloaded .*connect to a"),
+        (ConnectionResetError("reset"), "could not be downloaded .*connect to a"),
+        (RuntimeError("File not found or corrupted."), "could not be downloaded"),
+        (RuntimeError("a damaged file may raise anything"), "is damaged .*delete this"),
+    ],
+    ids=repr,
+)
+def test_what_went_wrong_with_a_download_is_not_called_something_else(error, says):
     class Failing(Dataset):
         def __init__(self, root, train, transform, download):
             raise error
 
-    return Failing
-
-
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EACCES])
-def test_no_room_is_not_called_no_network(storage, code):
-    failing = fails_with(OSError(code, os.strerror(code)))
-    with pytest.raises(
-        BadInput, match=r"cannot be written to .*set WORKSHOP_STORA"
-    ) as e:
-        downloaded._from_torchvision(failing, "train")
-    assert f"{storage / 'datasets'} ({os.strerror(code)})" in str(e.value)
-    assert "network" not in str(e.value)
-    assert "\n" not in str(e.value)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        urllib.error.URLError("timed out"),
-        http.client.IncompleteRead(b""),
-        ConnectionResetError("reset by peer"),
-        RuntimeError("File not found or corrupted."),  # a wrong file was downloaded
-    ],
-    ids=lambda error: type(error).__name__,
-)
-def test_a_download_that_breaks_is_called_no_network(error):
-    with pytest.raises(
-        BadInput, match=r"could not be downloaded .*connect to a network"
-    ):
-        downloaded._from_torchvision(fails_with(error), "train")
-
-
-def damage_mnist(storage, content):
-    folder = storage / "datasets" / "MNIST" / "raw"
-    folder.mkdir(parents=True)
-    for name, _ in tv.MNIST.resources:
-        (folder / name.removesuffix(".gz")).write_bytes(content)
-    return folder.parent
+    with pytest.raises(BadInput, match=says):
+        downloaded._from_torchvision(Failing, "train")
 
 
 CUT = bytes([0, 0, 8, 3, 0, 0, 0xEA, 0x60, 0, 0, 0, 28, 0, 0, 0, 28, 1, 2, 3])
@@ -192,28 +130,15 @@ CUT = bytes([0, 0, 8, 3, 0, 0, 0xEA, 0x60, 0, 0, 0, 28, 0, 0, 0, 28, 1, 2, 3])
 @pytest.mark.parametrize(
     "content", [b"", CUT, b"<html>"], ids=["empty", "cut", "other"]
 )
-def test_damaged_download_is_named(storage, content):
-    folder = damage_mnist(storage, content)
+def test_a_damaged_download_is_named(storage, content):
+    folder = storage / "datasets" / "MNIST" / "raw"
+    folder.mkdir(parents=True)
+    for name, _ in tv.MNIST.resources:
+        (folder / name.removesuffix(".gz")).write_bytes(content)
     with pytest.raises(BadInput, match=r"is damaged .*delete this folder") as e:
         datasets.mnist()
-    assert f"downloaded to {folder} is" in str(e.value)
-    assert "network" not in str(e.value)
+    assert f"downloaded to {folder.parent} is" in str(e.value)
     assert "\n" not in str(e.value)
-
-
-def test_damaged_download_reaches_every_rank(storage):
-    """An error of any type: the other ranks would wait for ever."""
-    damage_mnist(storage, b"")
-
-    def train():
-        dist.init_process_group("gloo")
-        answer = without_network(datasets.mnist)
-        dist.destroy_process_group()
-        return answer
-
-    answers = run_ranks(train, 2, timeout=PATIENCE)
-    assert len({message for message, _ in answers}) == 1
-    assert "is damaged" in answers[0][0]
 
 
 class Fake(Dataset):
@@ -242,18 +167,8 @@ class Fake(Dataset):
         self.split = "train" if train else "test"
 
 
-def test_downloaded_once_by_one_rank(storage):
-    """Which one does not matter, nor whether there is a process group."""
-
-    def train():
-        return downloaded._from_torchvision(Fake, "train").split
-
-    assert run_ranks(train, 3, timeout=PATIENCE) == ["train"] * 3
-    assert len((storage / "datasets" / "downloads").read_text().splitlines()) == 1
-
-
-def test_downloaded_once_on_every_node(tmp_path):
-    """Two "nodes" of two ranks each that share no folder."""
+def test_one_rank_of_each_node_downloads_and_the_others_wait(tmp_path):
+    """Two "nodes" of two ranks each that share no folder; there is no process group."""
 
     def train():
         rank = int(os.environ["RANK"])
@@ -261,70 +176,26 @@ def test_downloaded_once_on_every_node(tmp_path):
         os.environ["LOCAL_WORLD_SIZE"] = "2"
         return downloaded._from_torchvision(Fake, "test").split
 
-    assert run_ranks(train, 4, timeout=PATIENCE) == ["test"] * 4
+    assert run_ranks(train, 4, timeout=TIMEOUT_S) == ["test"] * 4
     for node in range(2):
         log = tmp_path / f"node {node}" / "datasets" / "downloads"
         assert len(log.read_text().splitlines()) == 1
 
 
-class FakeMNIST(Fake):
-    """A little of what MNIST has, downloaded as slowly."""
-
-    def __len__(self):
-        return 16
-
-    def __getitem__(self, number):
-        return torch.full([1, 28, 28], number / 16), number % 10
-
-
-@pytest.mark.slow
-def test_ranks_of_a_script_do_not_download_at_the_same_time(storage):
-    """The script needs the number of images before it has a process group."""
-
-    def call() -> None:
-        tv.MNIST = FakeMNIST
-        arguments = ["--dataset", "mnist", "--batch-size", "4", "--epochs", "1"]
-        sys.argv = ["train_ddp.py", *arguments, "--smoke-test"]
-        scripts.load(scripts.TRAIN_DDP).main()
-
-    run_ranks(call, 2, timeout=PATIENCE)
-    assert len((storage / "datasets" / "downloads").read_text().splitlines()) == 1
-
-
-def test_data_in_a_folder_that_is_read_only(small_disk, monkeypatch):
-    """Somebody has downloaded it for all."""
+def test_data_of_a_folder_that_is_read_only_are_read(small_disk, monkeypatch):
+    """Somebody has downloaded them for all."""
     monkeypatch.setenv("WORKSHOP_STORAGE", str(small_disk.parent / "own"))
     folder = small_disk.parent / "own" / "datasets"
     folder.parent.mkdir()
     folder.symlink_to(small_disk)
     (small_disk / "fake").write_text("data")
     remount = ["mount", "-o", "remount,ro", str(small_disk)]
-    subprocess.run(remount, check=True, timeout=PATIENCE)
+    subprocess.run(remount, check=True, timeout=TIMEOUT_S)
     assert downloaded._from_torchvision(Fake, "train").split == "train"
     assert os.listdir(small_disk) == ["fake"]
+    monkeypatch.setattr(Fake, "name", "another")  # which is not there
     with pytest.raises(BadInput, match="cannot be written to"):
-        downloaded._from_torchvision(FakeElsewhere, "train")
-
-
-def test_a_file_system_that_locks_no_file_is_not_called_damaged(monkeypatch):
-    def no_locks(*_):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr("fcntl.flock", no_locks)
-    with pytest.raises(BadInput, match=r"locks no file \(No locks available\): set"):
         downloaded._from_torchvision(Fake, "train")
-
-
-class FakeElsewhere(Fake):
-    """One that is not there yet."""
-
-    name = "another"
-
-
-def test_downloaded_without_a_process_group(storage):
-    for split in ("train", "test"):
-        assert downloaded._from_torchvision(Fake, split).split == split
-    assert (storage / "datasets" / "downloads").read_text() == "downloads\n"
 
 
 def test_batches_that_cannot_be_shared_are_refused():

@@ -1,157 +1,67 @@
-"""ds_config.json and the command line: what each decides, and what cannot be."""
+"""ds_config.json: the command line replaces its keys, and a wrong file is one sentence."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests import scripts, sharding
-from utils import zero, zero_config
+from utils import zero_config
 from utils.errors import BadInput
 from utils.launch import run_ranks
 
-pytestmark = pytest.mark.part03
-
 SHIPPED = sharding.TRAIN_DEEPSPEED.with_name("ds_config.json")
-NAMES = list(zero_config.BY_COMMAND_LINE)
-
-
-@pytest.fixture
-def config_of(tmp_path, monkeypatch):
-    """Return a function that reads the file that ships with changes, on a CPU."""
-    monkeypatch.setenv("WORKSHOP_MODE", "smoke")
-
-    def read(command_line=(), zero=(), stage=None, **changes) -> dict:
-        config = json.loads(SHIPPED.read_text())
-        config["zero_optimization"] |= dict(zero)
-        path = tmp_path / "changed.json"
-        path.write_text(json.dumps(config | changes))
-        return zero_config.read_config(path, *command_line, stage=stage)
-
-    return read
+BATCH_SIZE, ACCUMULATION, CLIP = zero_config.OPTIONS
 
 
 @pytest.mark.parametrize(
-    ("in_file", "command_line", "expected"),
+    ("flags", "expected", "stage"),
     [
-        (["auto", "auto", "auto"], (None, None, None), [16, 1, 1.0]),
-        (["auto", "auto", "auto"], (6, 2, 0.5), [6, 2, 0.5]),
-        ([8, 4, 0.0], (None, None, None), [8, 4, 0.0]),
-        ([8, 4, 0.0], (8, 4, 0.0), [8, 4, 0.0]),
-        (["auto", 4, "auto"], (6, None, 0.0), [6, 4, 0.0]),
-        ([None, None, None], (None, None, None), [16, None, None]),  # DeepSpeed's own
-        ([None, None, None], (6, 2, 0.5), [6, 2, 0.5]),
+        ([], [16, 1, 1.0], 3),  # what the file says
+        (["--batch-size=6", "--gradient-accumulation-steps=2"], [6, 2, 1.0], 3),
+        (["--clip=0.5", "--stage=0"], [16, 1, 0.5], 0),
     ],
 )
-def test_the_command_line_decides_where_the_file_says_auto(
-    in_file, command_line, expected, config_of
+def test_options_of_the_script_replace_keys_of_the_file(
+    flags, expected, stage, monkeypatch
 ):
-    found = config_of(command_line, **dict(zip(NAMES, in_file)))
-    assert [found[name] for name in NAMES] == expected
-
-
-def test_the_script_takes_a_batch_size(monkeypatch):
-    """The file that ships leaves it to the command line."""
-    monkeypatch.setenv("WORKSHOP_MODE", "smoke")
-    flags = ["--batch-size", "6", "--gradient-accumulation-steps", "2", "--stage", "2"]
-    monkeypatch.setattr("sys.argv", ["train_deepspeed.py", *flags])
+    monkeypatch.setattr("sys.argv", ["train_deepspeed.py", "--smoke-test", *flags])
     config = scripts.load(sharding.TRAIN_DEEPSPEED).parse_args().engine_config
-    assert [config[name] for name in NAMES] == [6, 2, 1.0]
-    assert config["zero_optimization"] == {"stage": 2}
+    assert [config[key] for key in (BATCH_SIZE, ACCUMULATION, CLIP)] == expected
+    assert config["zero_optimization"] == {"stage": stage}
+    assert config["bf16"] == {"enabled": False}  # and the rest stays
 
 
-def test_the_whole_batch_may_be_auto(config_of):
-    assert "train_batch_size" not in config_of(train_batch_size="auto")
-
-
-@pytest.mark.parametrize(
-    ("command_line", "changes", "says"),
-    [
-        ((), {"stage": 4}, "must be 0, 1, 2 or 3"),
-        ((), {"zero": {"stage": -1}}, "must be 0, 1, 2 or 3"),
-        ((), {"fp16": {"enabled": True}}, "enable bf16 instead"),
-        ((8,), {NAMES[0]: 16}, f"says {NAMES[0]} 16, and --batch-size says 8"),
-        ((None, 2), {NAMES[1]: 4}, "--gradient-accumulation-steps says 2: change one"),
-        ((None, None, 0.0), {NAMES[2]: 1.0}, "and --clip says 0.0: change one"),
-        ((), {NAMES[0]: 0}, f"{NAMES[0]} 0, but it has to be a whole number"),
-        ((), {NAMES[1]: "2"}, f'{NAMES[1]} "2", but it has to be a whole number'),
-        (
-            (),
-            {"train_batch_size": "64"},
-            'train_batch_size "64", but it has to be a whole',
-        ),
-        (
-            (),
-            {"zero_optimization": True},
-            "zero_optimization is true, but has to be an",
-        ),
-        ((), {"bf16": [1]}, r"bf16 is \[1\], but has to be an object"),
-        ((), {"zero": {"offload_optimizer": {"device": "cpu"}}}, "needs a GPU"),
-        ((), {"zero": {"offload_param": {"device": "nvme"}}}, "libaio"),
-    ],
-)
-def test_what_cannot_be_is_a_sentence(command_line, changes, says, config_of):
-    with pytest.raises(BadInput, match=says):
-        config_of(command_line, **changes)
+def test_a_batch_size_replaces_the_global_one_of_the_file(tmp_path):
+    """DeepSpeed would refuse both, as they contradict each other."""
+    path = tmp_path / "changed.json"
+    path.write_text('{"train_batch_size": 64}')
+    assert zero_config.read_config(path)["train_batch_size"] == 64
+    assert "train_batch_size" not in zero_config.read_config(path, batch_size=8)
+    path.write_text('{"train_batch_size": "auto"}')
+    assert "train_batch_size" not in zero_config.read_config(path)
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("[1]", r"the whole of it is \[1\], but has to be an object, in braces"),
+        (None, "is no readable JSON file"),
         ("{", "is no readable JSON file"),
         ("ä".encode("latin-1"), "is no readable JSON file"),
-        (None, "is no readable JSON file"),
+        ("[1]", "has to be a JSON object, in braces"),
+        ('{"zero_optimization": true}', "and so has its zero_optimization"),
+        ('{"zero_optimization": {"stage": 4}}', "is 4, but must be 0, 1, 2 or 3"),
+        ('{"zero_optimization": {"stage": "auto"}}', "is auto, but must be 0, 1, 2"),
+        (f'{{"{BATCH_SIZE}": "auto"}}', "write a number into it, or add --batch-size"),
+        (f'{{"{CLIP}": "auto"}}', "write a number into it, or add --clip"),
     ],
 )
-def test_a_file_that_is_no_configuration_is_a_sentence(text, says, tmp_path):
+def test_a_file_that_cannot_be_used_is_one_sentence(text, says, tmp_path):
     path = tmp_path / "changed.json"
     if text:
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(BadInput, match=says):
         zero_config.read_config(path)
-
-
-@pytest.mark.parametrize("has_library", [True, False])
-@pytest.mark.parametrize("has_folder", [True, False])
-def test_nvme_needs_a_library_and_a_folder(
-    has_library, has_folder, tmp_path, monkeypatch
-):
-    compatible = zero.load_deepspeed().ops.__compatible_ops__
-    monkeypatch.setitem(compatible, "async_io", has_library)
-    folder = tmp_path if has_folder else tmp_path / "missing"
-    offload = [{"device": "nvme", "nvme_path": str(folder)}]
-    assert zero.nvme_is_ready(offload) == (has_library and has_folder)
-
-
-@pytest.mark.parametrize(
-    ("whole", "passes", "fits"),
-    [
-        (None, 1, True),
-        (64, 2, True),
-        (64, None, True),
-        (64, 1, False),
-        (40, None, False),
-    ],
-)
-def test_batch_sizes_of_a_config_have_to_agree(whole, passes, fits):
-    """On two workers with 16 texts each."""
-    config = dict(zip(NAMES, (16, passes))) | {"train_batch_size": whole}
-    if fits:
-        zero_config.check_batch_size(config, 2)
-    else:
-        with pytest.raises(BadInput, match=r"says train_batch_size .*leave out"):
-            zero_config.check_batch_size(config, 2)
-
-
-def test_offload_leaves_the_optimizer_to_the_script(config_of, monkeypatch):
-    """DeepSpeed would insist on one of its own; `null` means no offload."""
-    config = config_of(zero={"offload_optimizer": None})
-    assert "zero_force_ds_cpu_optimizer" not in config
-    monkeypatch.setattr(zero_config.settings, "device", lambda: torch.device("cuda"))
-    config = config_of(zero={"offload_optimizer": {"device": "cpu"}})
-    assert config["zero_force_ds_cpu_optimizer"] is False
 
 
 def trained_with(path: Path) -> list[torch.Tensor]:
@@ -161,7 +71,7 @@ def trained_with(path: Path) -> list[torch.Tensor]:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     script = scripts.load(sharding.TRAIN_DEEPSPEED)
-    config = zero_config.read_config(path) | {NAMES[0]: 6}
+    config = zero_config.read_config(path, batch_size=6)
     model = script.build(sharding.CONFIG, torch.device("cpu"), config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     engine = script.make_engine(model, optimizer, config, None)

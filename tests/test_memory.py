@@ -11,8 +11,6 @@ from torch.utils.checkpoint import checkpoint
 from utils import memory
 from utils.models import GPT, GPT2_124M, SMOKE
 
-pytestmark = pytest.mark.part03
-
 
 def test_the_zero_paper():
     """7.5 billion parameters on 64 GPUs, figure 1 of arXiv 1910.02054."""
@@ -21,13 +19,6 @@ def test_the_zero_paper():
         for stage in range(4)
     ]
     assert gigabytes == [120.0, 31.4, 16.6, 1.9]
-
-
-def test_what_deepspeed_keeps_besides():
-    """A master copy, 4 bytes."""
-    extra = memory.FP32._replace(optimizer=memory.FP32.optimizer + 4)
-    assert extra == memory.DEEPSPEED_FP32
-    assert memory.DEEPSPEED_FP32.total == 20
 
 
 def test_a_stage_that_does_not_exist_is_refused():
@@ -130,18 +121,3 @@ def test_what_existed_before_is_not_counted_and_types_are_kept():
         assert counted.live == 0
         kept = torch.zeros(10, dtype=torch.float64)
         assert counted.live == kept.nbytes == 80
-
-
-def test_memory_of_a_gpu_is_asked_of_its_allocator(monkeypatch):
-    """With numbers of an allocator, as a machine without a GPU has none."""
-    reset = []
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset.append)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 500)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
-    with memory.follow_memory(torch.device("cuda", 0)) as followed:
-        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 300)
-    assert (followed.live, followed.peak) == (200, 400)
-    assert reset == [torch.device("cuda", 0)]  # else it is the peak of the whole run
-    with memory.follow_memory(torch.device("cpu")) as followed:
-        torch.zeros(1000)
-    assert (followed.live, followed.peak) == (0, 4000)

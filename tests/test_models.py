@@ -20,18 +20,12 @@ def count(model):
 
 
 @pytest.mark.parametrize("norm", ["group", "batch"])
-def test_number_of_parameters(norm):
+def test_a_resnet_has_our_parameters_and_shapes(norm):
     """torchvision's 11,689,512, less 990 classes and two input channels."""
     model = resnet18(norm=norm)
     assert count(model) == 11_689_512 - 990 * (512 + 1) - 2 * 64 * 7 * 7
-    assert f"{count(model) / 1e6:.2f}M" == "11.18M"
-
-
-@pytest.mark.parametrize("norm", ["group", "batch"])
-@pytest.mark.parametrize("channels", [1, 3])
-def test_shapes(norm, channels):
-    model = resnet18(num_classes=7, in_channels=channels, norm=norm)
-    assert model(torch.rand(4, channels, 28, 28)).shape == (4, 7)
+    model = resnet18(num_classes=7, in_channels=3, norm=norm)
+    assert model(torch.rand(4, 3, 28, 28)).shape == (4, 7)
 
 
 def test_norms():
@@ -55,21 +49,11 @@ def test_only_group_norm_treats_every_image_alone():
     assert difference["batch"] > 1e-3
 
 
-def test_same_seed_same_weights():
-    def weights(seed):
-        torch.manual_seed(seed)
-        return torch.cat([p.flatten() for p in resnet18().parameters()])
-
-    assert torch.equal(weights(0), weights(0))
-    assert not torch.equal(weights(0), weights(1))
-
-
 def test_gpt2_has_the_shape_of_gpt2():
     with torch.device("meta"):
         model = GPT(GPT2_124M)
-    parameters = sum(p.numel() for p in model.parameters())
     # GPT-2's published size, whose output layer shares the weights of the embedding
-    assert parameters - model.head.weight.numel() == 124_439_808
+    assert count(model) - model.head.weight.numel() == 124_439_808
     assert list(model.buffers()) == []
 
 

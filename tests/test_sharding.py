@@ -1,4 +1,4 @@
-"""What FSDP2 and ZeRO hold and send equals the formulas; two passes, and bf16.
+"""What FSDP2 and ZeRO hold and send equals the formulas; gradient accumulation, and bf16.
 
 That they train like one process is shown in test_parity.py.
 """
@@ -15,7 +15,7 @@ from tests.compare import relative, worst
 from utils import comms, memory
 from utils.launch import run_ranks
 
-pytestmark = [pytest.mark.part03, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 KEEP = {"fsdp2": False, "fsdp2-keep": True}
 PARAMETERS = sum(p.numel() for p in sharding.build_model(torch.float32).parameters())
@@ -33,7 +33,9 @@ def zero_all() -> dict:
     results, bf16 = {}, {"enabled": True}
     for stage in range(4):
         results[stage] = sharding.zero(stage, torch.float32, steps=3)
-        results[stage, "passes"] = sharding.zero(stage, torch.float32, 3, passes=2)
+        results[stage, "accumulated"] = sharding.zero(
+            stage, torch.float32, 3, accumulation_steps=2
+        )
         zero = sharding.zero_config(stage, 1)["zero_optimization"]
         small = zero | {"reduce_bucket_size": 5000}  # numbers; fewer than in a weight
         results[stage, "buckets"] = sharding.zero(
@@ -68,10 +70,10 @@ def on_two_ranks(train_all: Callable[[], dict]) -> dict:
 
 
 def two_terms_on_this_rank() -> dict:
-    """Return by stage the whole gradients of two passes."""
+    """Return by stage the whole gradients of two accumulation steps."""
     found = {}
     for stage in (1, 2, 3):
-        engine = sharding.zero_engine(stage, torch.float32, passes=2)
+        engine = sharding.zero_engine(stage, torch.float32, accumulation_steps=2)
         from deepspeed.utils import safe_get_full_grad
 
         ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -102,9 +104,9 @@ def zero() -> dict:
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_two_passes_of_half_the_batch_are_one_of_all(stage):
+def test_two_accumulation_steps_of_half_the_batch_are_one_of_all(stage):
     """The script's step, with gradient_accumulation_steps of the config."""
-    ours, theirs = zero()[stage, "passes"], zero()[stage]
+    ours, theirs = zero()[stage, "accumulated"], zero()[stage]
     assert worst(ours["losses"], theirs["losses"]) < 1e-5
     assert worst(ours["gradients"], theirs["gradients"]) < 1e-6
     assert worst(ours["parameters"], theirs["parameters"]) < 1e-5
@@ -112,7 +114,7 @@ def test_two_passes_of_half_the_batch_are_one_of_all(stage):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_term_that_goes_round_the_engine_counts_once(stage):
-    """Two passes, each with a term through the engine and one through `engine.module`."""
+    """Accumulate, with a term through the engine and one through `engine.module`."""
     model = sharding.build_model(torch.float32)
     for step in range(4):
         (sharding.loss_of(model, *sharding.share(step)) / 2).backward()
@@ -175,9 +177,10 @@ def test_fsdp2_holds_and_sends_what_the_formulas_say(name):
 def test_zero_holds_and_sends_what_the_formulas_say(stage):
     per_parameter = memory.DEEPSPEED_FP32 if stage else memory.FP32
     predicted = memory.predict(PARAMETERS, 2, stage, per_parameter)
-    # stage 1 holds all gradients between two passes only, and stage 2 then more: below
-    one_pass, between = stage, (stage, "passes")
-    moments = {1: [between], 2: [one_pass]}.get(stage, [one_pass, between])
+    # stage 1 holds all gradients between accumulation steps only, and stage 2 then more:
+    # below
+    one_step, between = stage, (stage, "accumulated")
+    moments = {1: [between], 2: [one_step]}.get(stage, [one_step, between])
     for state in [s for moment in moments for s in zero()[moment]["state"]]:
         assert list(state) == pytest.approx(list(predicted), rel=0.02)
     sent = comms.predict(f"zero{stage}" if stage else "ddp", 4 * PARAMETERS, 2)
@@ -187,7 +190,8 @@ def test_zero_holds_and_sends_what_the_formulas_say(stage):
 def test_zero2_holds_a_cut_gradient_whole_between_passes():
     """Of the weight through which the border of the partitions goes, on both ranks."""
     over = [
-        state.gradients - 4 * PARAMETERS / 2 for state in zero()[2, "passes"]["state"]
+        state.gradients - 4 * PARAMETERS / 2
+        for state in zero()[2, "accumulated"]["state"]
     ]
     sizes = [4 * p.numel() for p in sharding.build_model(torch.float32).parameters()]
     assert min(over) > 0

@@ -7,8 +7,6 @@ from utils import memory
 from utils.checks.sharding import simulate
 from utils.models import GPT, GPTConfig
 
-pytestmark = pytest.mark.part03
-
 
 @pytest.mark.parametrize("world_size", [8, 64])
 @pytest.mark.parametrize("keep", [False, True])

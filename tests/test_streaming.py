@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from utils.datasets import write_shards
 from utils.ray_memory import private_bytes, sample_memory
 
-pytestmark = [pytest.mark.part02, pytest.mark.slow, pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.slow, pytest.mark.ray]
 
 MIB = 2**20
 

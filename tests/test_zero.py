@@ -8,11 +8,9 @@ import pytest
 import torch
 
 from tests import scripts, sharding
-from tests.patience import PATIENCE
+from tests.waiting import TIMEOUT_S
 from utils import zero
 from utils.processes import free_port
-
-pytestmark = pytest.mark.part03
 
 
 def train() -> tuple[list[float], bool]:
@@ -39,7 +37,7 @@ def test_zero_trains_without_a_compiler():
         env=environment,
         capture_output=True,
         text=True,
-        timeout=PATIENCE,
+        timeout=TIMEOUT_S,
     )
     assert run.returncode == 0, run.stderr
     losses, has_compiler = json.loads(run.stdout.splitlines()[-1])
@@ -60,4 +58,4 @@ def test_importing_its_configuration_starts_nothing():
         "import utils.zero, utils.zero_config; assert launch._preloaded == before; "
         "assert 'deepspeed' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=TIMEOUT_S)

@@ -38,15 +38,14 @@ class Comms:
         """Return the bytes that leave each node, if collectives run over a ring, in order.
 
         Node 0 has ranks 0 to `ranks_per_node` - 1, and so on. The groups that this rank is
-        in stand for all groups, as in a mesh: of a ring's links, the share that leads to
+        in stand for all groups, as in a mesh: of a ring's links, the fraction that leads to
         another node counts, once for each rank of a node.
         """
         total = 0.0
         for ranks, counted in self.groups.items():
             nodes = [rank // ranks_per_node for rank in ranks]
             leaving = sum(a != b for a, b in zip(nodes, nodes[1:] + nodes[:1]))
-            share = leaving / len(ranks)
-            total += ranks_per_node * share * counted.sent(len(ranks))
+            total += ranks_per_node * leaving / len(ranks) * counted.sent(len(ranks))
         return total
 
     def _add(self, name: str, nbytes: int) -> None:
@@ -104,21 +103,21 @@ def allreduce_bytes(payload: int, world_size: int) -> float:
     return 2 * (world_size - 1) / world_size * payload
 
 
-def _share(world_size: int) -> float:
+def _ring_fraction(world_size: int) -> float:
     return (world_size - 1) / world_size
 
 
 # Bytes that a ring sends per rank, in units of the payload: of an all-gather that is
 # one shard, of all others the whole tensor. The first name that fits counts.
 RING = {
-    "allreduce": lambda n: 2 * _share(n),
+    "allreduce": lambda n: 2 * _ring_fraction(n),
     "allgather": lambda n: n - 1,
-    "reducescatter": _share,
-    "broadcast": _share,
-    "reduce": _share,
-    "alltoall": _share,
-    "scatter": _share,
-    "gather": _share,
+    "reducescatter": _ring_fraction,
+    "broadcast": _ring_fraction,
+    "reduce": _ring_fraction,
+    "alltoall": _ring_fraction,
+    "scatter": _ring_fraction,
+    "gather": _ring_fraction,
     "send": lambda n: 1,
 }
 # How often a strategy moves all parameters (or gradients) past a rank in one step.
@@ -146,7 +145,7 @@ def predict(strategy: str, parameter_bytes: int, world_size: int) -> float:
     """
     if strategy not in TRIPS:
         raise BadInput(f"No strategy {strategy!r}: choose from {', '.join(TRIPS)}.")
-    return TRIPS[strategy] * _share(world_size) * parameter_bytes
+    return TRIPS[strategy] * _ring_fraction(world_size) * parameter_bytes
 
 
 # Of c10d these take the tensor for the result first, and what is sent second.

@@ -62,21 +62,20 @@ def find_for_workers(path: str, args) -> tuple[fs.FileSystem, list[str]]:
             `on_corrupt`, "fail" or "skip".
 
     Raises:
-        BadInput: as `find_parquet` and `check_parquet` do; or a worker would not
+        BadInput: as `find_parquet` and `count_rows` do; or a worker would not
             get a batch.
     """
     from utils import datasets  # here, in the driver: it imports torch
 
     system, files = find_parquet(path)
-    files, num_rows, corrupt = check_parquet(
-        system, files, COLUMNS, skip_corrupt=args.on_corrupt == "skip"
-    )
-    if corrupt:
+    rows = count_rows(system, files, skip_corrupt=args.on_corrupt == "skip")
+    if corrupt := [file for file in files if file not in rows]:
         print(f"Left out {len(corrupt)} corrupt file(s): {', '.join(corrupt)}")
+    num_rows = sum(rows.values())
     datasets.check_batch_size(args.batch_size, num_rows, args.num_workers)
-    share = num_rows // args.num_workers
-    print(f"{num_rows} rows to train on, {share} for each worker")
-    return system, files
+    shard = num_rows // args.num_workers
+    print(f"{num_rows} rows to train on, {shard} for each worker")
+    return system, list(rows)
 
 
 def find_parquet(path: str) -> tuple[fs.FileSystem, list[str]]:
@@ -107,34 +106,32 @@ def find_parquet(path: str) -> tuple[fs.FileSystem, list[str]]:
     return system, files
 
 
-def check_parquet(
+def count_rows(
     system: fs.FileSystem,
     files: list[str],
-    columns: list[str],
     skip_corrupt: bool = False,
-    pages: bool | None = None,
-) -> tuple[list[str], int, list[str]]:
-    """Find out which files are whole, and how many rows they have.
+    whole: bool = False,
+) -> dict[str, int]:
+    """Return the number of rows of each file; `skip_corrupt` leaves out corrupt ones.
 
-    Returns the whole files, the number of their rows, and the corrupt files. Reads their
-    footers, a few KB per file, and all of the columns if `pages` (default: if
-    `skip_corrupt`, as a file can only be left out before a run has begun).
+    Reads their footers, a few KB per file, and with `whole` or `skip_corrupt` all images
+    and labels: a file can only be left out before a run has begun.
 
     Raises:
-        BadInput: a file lacks one of `columns`, or cannot be read; is corrupt, unless
+        BadInput: a file cannot be read, or lacks a column; or is corrupt, unless
             `skip_corrupt`; or all are.
     """
 
-    pages = skip_corrupt if pages is None else pages
-
-    def read(file: str):
+    def count(file: str) -> int | None:
         try:
             with pq.ParquetFile(
                 file, filesystem=system, page_checksum_verification=True
             ) as parquet:
-                for group in range(parquet.num_row_groups if pages else 0):
-                    parquet.read_row_group(group, columns)
-                return parquet.metadata
+                names = parquet.schema_arrow.names
+                for group in range(parquet.num_row_groups):
+                    if whole or skip_corrupt:
+                        parquet.read_row_group(group, COLUMNS)
+                num_rows = parquet.metadata.num_rows
         except (pa.ArrowException, OSError) as error:
             reason = str(error).splitlines()[0]
             if getattr(error, "errno", None) or any(s in reason for s in _OF_A_STORE):
@@ -147,27 +144,25 @@ def check_parquet(
                 f"{file} is not a whole Parquet file ({reason}): replace it, or leave "
                 "such files out with --on-corrupt skip."
             ) from error
-
-    with ThreadPoolExecutor(16) as pool:
-        footers = dict(zip(files, pool.map(read, files)))
-    whole = {file: footer for file, footer in footers.items() if footer}
-    for file, footer in whole.items():
-        names = footer.schema.to_arrow_schema().names
-        if missing := [column for column in columns if column not in names]:
+        if missing := [column for column in COLUMNS if column not in names]:
             raise BadInput(
                 f"{file} has no column {', '.join(missing)} (it has {', '.join(names)}): "
                 "rename its columns, or correct --data-path."
             )
-    if not whole:
+        return num_rows
+
+    with ThreadPoolExecutor(16) as pool:
+        counted = dict(zip(files, pool.map(count, files)))
+    rows = {file: number for file, number in counted.items() if number is not None}
+    if not rows:
         raise BadInput("All Parquet files are corrupt: there is nothing to train on.")
-    num_rows = sum(footer.num_rows for footer in whole.values())
-    return list(whole), num_rows, [file for file in files if file not in whole]
+    return rows
 
 
 def check_pages(path: str) -> None:
     """Read all images and labels in the Parquet files at `path`, to find the damaged one.
 
     Raises:
-        BadInput: as `find_parquet` and `check_parquet` do.
+        BadInput: as `find_parquet` and `count_rows` do.
     """
-    check_parquet(*find_parquet(path), COLUMNS, pages=True)
+    count_rows(*find_parquet(path), whole=True)

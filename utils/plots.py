@@ -43,16 +43,16 @@ def color_of(name: str, number: int = 0) -> str:
     return found[0] if found else COLORS[number % len(COLORS)]
 
 
-def _name_at_the_end(ax: plt.Axes, apart: float = 0.085) -> None:
+def _name_at_the_end(ax: plt.Axes, gap: float = 0.085) -> None:
     """Write each line's name beside its end, in its colour, no two on top of each other."""
     ax.get_xlim(), ax.get_ylim()  # places depend on the limits: let them be set
     to_axes = ax.transData + ax.transAxes.inverted()
     ends = [(to_axes.transform(line.get_xydata()[-1])[1], line) for line in ax.lines]
     ends.sort(key=lambda end: end[0])
-    lowest = 1 - apart * (len(ends) - 1)  # the names above it need this much
+    lowest = 1 - gap * (len(ends) - 1)  # the names above it need this much
     place = float("-inf")
     for number, (height, line) in enumerate(ends):
-        place = max(min(height, lowest + number * apart), place + apart)
+        place = max(min(height, lowest + number * gap), place + gap)
         ax.annotate(
             line.get_label(),
             (1, place),

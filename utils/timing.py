@@ -90,8 +90,8 @@ def training_flops(
     (arXiv 2001.08361), and for attention Chowdhery et al. 2022, "PaLM", appendix B
     (arXiv 2204.02311).
     """
-    passes = 4 / 3 if checkpointing else 1
-    return passes * (6 * parameters + 12 * math.prod(attention)) * tokens
+    recomputed = 4 / 3 if checkpointing else 1
+    return recomputed * (6 * parameters + 12 * math.prod(attention)) * tokens
 
 
 def groups(strategy: str, layers: int) -> int:
@@ -177,12 +177,12 @@ def fit(works: Sequence[Work], seconds: Sequence[float]) -> Machine:
         ValueError: there are fewer steps than constants.
     """
     costs = np.array(works, dtype=float) / np.array(seconds)[:, None]
-    scale = costs.max(axis=0)  # FLOPs and messages are eleven digits apart
+    scale = costs.max(axis=0)  # FLOPs and messages differ by eleven digits
     if len(works) < (constants := np.count_nonzero(scale)):
         raise ValueError(f"{len(works)} steps cannot tell {constants} constants apart.")
     scale[scale == 0] = 1
-    found, _ = nnls(costs / scale, np.ones(len(works)))
-    prices = Work(*map(float, found / scale))
+    solution, _ = nnls(costs / scale, np.ones(len(works)))
+    prices = Work(*map(float, solution / scale))
     flops, bandwidth, memory = (
         1 / price if price else float("inf")
         for price in (prices.flops, prices.sent, prices.state)
@@ -241,21 +241,10 @@ def on_h100_rings(counted: Comms, ranks_per_node: int = 8) -> dict[str, float]:
     return seconds
 
 
-def h100_cluster(
-    gpus: int, utilisation: float = 0.4, protocol: str = "Simple"
-) -> Machine:
-    """Return H100 GPUs in one ring; `utilisation` is the share of peak FLOPs.
-
-    The peak is 989 TFLOPs per second in bf16 (dense). No other price is known.
-    """
-    ring = h100_ring(gpus, protocol=protocol)
-    return Machine(utilisation * PEAK_FLOPS["H100"], *ring)
-
-
 def check_range(parameters: float, gpus: int, tokens: float) -> None:
     """Check that runs of this size were among those that the model was checked with.
 
-    `tokens` are those of one GPU in one pass. Each of the three counts by itself.
+    `tokens` are those of one GPU in one forward pass. Each of the three counts by itself.
 
     Raises:
         BadInput: they were not; says which were.

@@ -1,10 +1,10 @@
 """Load DeepSpeed, check its checkpoints, and count the bytes of an engine."""
 
-import contextlib
 import logging
 import os
 import pickle
 from pathlib import Path
+from unittest import mock
 
 from utils import memory, settings
 from utils.errors import BadInput
@@ -47,9 +47,10 @@ def load_for(device: str):
         raise RuntimeError(f"DeepSpeed is loaded for {loaded_for}, not for {device}.")
     deepspeed.utils.logger.setLevel(logging.ERROR)
     if device == "cpu":
-        with _linker_silenced():  # the first look at this table fills it
-            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        with _nothing_compiled():  # the first engine would import it
+        # set whole: the first look at this table would fill it, and so call the linker
+        deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
+        # torch.compile then returns what it is given (torch/_dynamo/eval_frame.py)
+        with mock.patch.dict(os.environ, TORCHDYNAMO_DISABLE="1"):
             import deepspeed.runtime.zero.muon.muon_optimizer
     return deepspeed
 
@@ -93,25 +94,15 @@ def check_exportable(checkpoint: Path) -> None:
         )
 
 
-def nvme_is_ready(offload: list[dict]) -> bool:
-    """Return whether DeepSpeed can offload to NVMe: its library and the folders are there.
-
-    `offload` are sections of its configuration, "offload_param" and "offload_optimizer".
-    """
-    compatible = load_deepspeed().ops.__compatible_ops__
-    paths = [part["nvme_path"] for part in offload if "nvme_path" in part]
-    return bool(paths) and all(map(os.path.isdir, paths)) and compatible["async_io"]
-
-
 def zero_state_bytes(engine) -> memory.State:
     """Count the bytes of state that this rank holds for a DeepSpeed engine: its partition.
 
     Call it between `backward` and `step`. The optimizer's part contains the master copy of
     the parameters (float32, unless `bf16_master_weights_and_grads` says otherwise), which
-    stages 1 to 3 keep even if the model is float32, and stage 0 if it is bf16. Between two
-    passes a rank holds all gradients at stage 1, and at stage 2 those of all weights of
-    which it owns a part: where two partitions share a weight, both ranks hold its whole
-    gradient. In the last pass a rank holds its partition alone.
+    stages 1 to 3 keep even if the model is float32, and stage 0 if it is bf16. While
+    gradients accumulate, a rank holds all of them at stage 1, and at stage 2 those of all
+    weights of which it owns a part: where two partitions share a weight, both ranks hold
+    its whole gradient. In the last accumulation step a rank holds its partition alone.
     """
     outer = engine.optimizer
     parameters = list(engine.module.parameters())
@@ -130,33 +121,3 @@ def zero_state_bytes(engine) -> memory.State:
         memory.local_bytes({t.data_ptr(): t for t in gradients}.values()),
         memory.local_bytes([*memory.moments(inner), *masters]),
     )
-
-
-@contextlib.contextmanager
-def _nothing_compiled():
-    """Make torch.compile return what it is given (torch/_dynamo/eval_frame.py)."""
-    kept = os.environ.get("TORCHDYNAMO_DISABLE")
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    try:
-        yield
-    finally:
-        del os.environ["TORCHDYNAMO_DISABLE"]
-        if kept is not None:
-            os.environ["TORCHDYNAMO_DISABLE"] = kept
-
-
-@contextlib.contextmanager
-def _linker_silenced():
-    """Silence the linker, which DeepSpeed calls to see which libraries there are.
-
-    Its complaints go to file descriptor 2. DeepSpeed redirects `sys.stderr.fileno()`,
-    which is another one in a notebook.
-    """
-    kept = os.dup(2)
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)

@@ -1,10 +1,9 @@
-"""What torchvision downloads: by one process, or a sentence says what to mend."""
+"""What torchvision downloads: by one process, or a sentence says what to do."""
 
 import contextlib
 import errno
 import http.client
 import urllib.error
-from pathlib import Path
 
 from filelock import FileLock
 from torch.utils.data import Dataset
@@ -14,6 +13,19 @@ from torchvision.transforms import ToTensor
 from utils.datasets.shipped import check_split
 from utils.errors import BadInput
 from utils.settings import storage_path
+
+_NETWORK = (
+    urllib.error.URLError,
+    http.client.HTTPException,
+    ConnectionError,
+    TimeoutError,
+)
+# What torchvision says in a RuntimeError when no mirror gave it the file.
+_NOT_DOWNLOADED = ("Error downloading", "File not found or corrupted")
+_NOT_WRITABLE = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM),
+    *(errno.ENOLCK, errno.EOPNOTSUPP),  # of NFS without its lock service
+)
 
 
 def mnist(split: str = "train") -> Dataset:
@@ -42,8 +54,7 @@ def cifar10(split: str = "train") -> Dataset:
 def _from_torchvision(dataset_class: type, split: str) -> Dataset:
     check_split(split)
     root = storage_path() / "datasets"
-
-    folder = root / dataset_class.__name__
+    name = dataset_class.__name__
 
     def open_dataset(download: bool) -> Dataset:
         return dataset_class(
@@ -58,45 +69,19 @@ def _from_torchvision(dataset_class: type, split: str) -> Dataset:
         # others wait, and find it there. The kernel's lock (flock) ends with its process,
         # and on NFS holds between machines, too (flock(2)); on a file system without it,
         # filelock takes a file whose existence is the lock.
-        with FileLock(root / f".{folder.name}.lock"):  # makes `root`, too
+        with FileLock(root / f".{name}.lock"):  # makes `root`, too
             return open_dataset(download=True)
     except Exception as error:  # a damaged file may raise anything
-        raise BadInput(_what_to_mend(error, folder)) from error
-
-
-_NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
-_NOT_LOCKED = (errno.ENOLCK, errno.EOPNOTSUPP)  # of NFS without its lock service
-# What torchvision says in a RuntimeError when no mirror gave it the file.
-_NOT_DOWNLOADED = ("Error downloading", "File not found or corrupted")
-
-
-def _what_to_mend(error: Exception, folder: Path) -> str:
-    """Return what to mend, in a sentence, where `folder` could not be had."""
-    digits = "or use the dataset 'digits', which is here"
-    why = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    if isinstance(error, OSError) and error.errno in _NOT_WRITABLE:
-        return (
-            f"{folder.name} cannot be written to {folder.parent} ({error.strerror}): set "
-            f"WORKSHOP_STORAGE to a folder with room that you can write to, {digits}."
-        )
-    if isinstance(error, OSError) and error.errno in _NOT_LOCKED:
-        return (
-            f"{folder.parent} is on a file system that locks no file ({error.strerror}): "
-            f"set WORKSHOP_STORAGE to a folder on another one, {digits}."
-        )
-    from_network = (
-        urllib.error.URLError,
-        http.client.HTTPException,
-        ConnectionError,
-        TimeoutError,
-    )
-    if isinstance(error, from_network) or str(error).startswith(_NOT_DOWNLOADED):
-        return (
-            f"{folder.name} could not be downloaded ({why}): connect to a network and "
-            "try again, or use the dataset 'digits', which needs none."
-        )
-    folder = folder if folder.exists() else folder.parent
-    return (
-        f"What was downloaded to {folder} is damaged ({why}): delete this folder, so that "
-        f"it is downloaded again, {digits}."
-    )
+        fix = "or use the dataset 'digits', which is here and needs no network."
+        why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        if isinstance(error, _NETWORK) or str(error).startswith(_NOT_DOWNLOADED):
+            problem = f"{name} could not be downloaded ({why}): connect to a network "
+            problem += "and try again"
+        elif isinstance(error, OSError) and error.errno in _NOT_WRITABLE:
+            problem = f"{name} cannot be written to {root} ({error.strerror}): set "
+            problem += "WORKSHOP_STORAGE to a folder with room that you can write to"
+        else:
+            there = root / name if (root / name).exists() else root
+            problem = f"What was downloaded to {there} is damaged ({why}): delete this "
+            problem += "folder, so that it is downloaded again"
+        raise BadInput(f"{problem}, {fix}") from error

@@ -4,10 +4,8 @@ A row has three columns: `id` (int64, counts the rows of the whole dataset), `im
 (the bytes of a grayscale PNG) and `label` (int64, 0 to 9).
 """
 
-import contextlib
 import shutil
 import struct
-import time
 import uuid
 import zlib
 from collections.abc import Iterator
@@ -26,8 +24,6 @@ from utils.settings import storage_path
 
 SCHEMA = pa.schema([("id", pa.int64()), ("image", pa.binary()), ("label", pa.int64())])
 BATCH = 32  # images drawn at once, and rows of a Parquet row group: what is in memory
-
-LEFT_OVER_S = 3600  # nobody writes a file any more that has not grown for so long
 
 
 def path_or_digits(path: str | None, size_gb: float) -> tuple[str, str | None]:
@@ -58,9 +54,9 @@ def write_shards(
 
     Every image is a digit of `split` turned by up to 15 degrees, scaled, shifted and
     noisy, of `image_size` x `image_size` pixels. A file depends on its number and the
-    arguments alone: a second call continues where the first was interrupted, a larger
-    dataset begins with the files of a smaller one, and no more than `BATCH` images are
-    in memory. A file appears under its name once it is whole.
+    arguments alone, and appears under its name once it is whole: a second call continues
+    where the first was interrupted, and a larger dataset begins with the files of a
+    smaller one. No more than `BATCH` images are in memory.
 
     Raises (but for the last, before anything is written):
         BadInput: a number is not positive, or `folder` holds files that were not
@@ -73,11 +69,13 @@ def write_shards(
         raise BadInput(f"{', '.join(wrong)}, but must be positive.")
     folder = Path(folder)
     kind = f"{split}, {image_size} pixels, {rows_per_shard} rows".encode()
-    there = _shards_there(folder, kind)
-    _remove_left_overs(folder)
+    there = sorted(folder.glob("shard-*.parquet"))
+    for path in there:
+        _check_kind(path, kind)
     _check_disk(folder, size_gb - sum(path.stat().st_size for path in there) / 1e9)
-    images, labels = digits(split).tensors
-    return _write(folder, size_gb, image_size, rows_per_shard, kind, images, labels)
+    return _write(
+        folder, size_gb, image_size, rows_per_shard, kind, *digits(split).tensors
+    )
 
 
 def _write(folder, size_gb, image_size, rows_per_shard, kind, images, labels):
@@ -85,12 +83,17 @@ def _write(folder, size_gb, image_size, rows_per_shard, kind, images, labels):
     while written < size_gb * 1e9:
         path = folder / f"shard-{number:05d}.parquet"
         if not path.exists():
-            # A name of its own: another run may be writing the same file.
+            # a name of its own: another run may be writing the same file
             temporary = path.with_suffix(f".{uuid.uuid4().hex}.tmp")
-            shard = number, image_size, rows_per_shard, kind, images, labels
+            rows = _rows(number, image_size, rows_per_shard, images, labels)
             try:
                 with explain_writing(path):  # the disk may fill up meanwhile
-                    _write_shard(temporary, *shard)
+                    schema = SCHEMA.with_metadata({b"shards": kind})
+                    with pq.ParquetWriter(
+                        temporary, schema, compression="none"
+                    ) as file:
+                        for columns in rows:
+                            file.write_table(pa.table(columns, schema=schema))
                     temporary.replace(path)
             finally:
                 temporary.unlink(missing_ok=True)
@@ -99,32 +102,24 @@ def _write(folder, size_gb, image_size, rows_per_shard, kind, images, labels):
         yield path
 
 
-def _write_shard(path, number, image_size, rows_per_shard, kind, images, labels):
-    schema = SCHEMA.with_metadata({b"shards": kind})
-    with pq.ParquetWriter(path, schema, compression="none") as writer:
-        generator = torch.Generator().manual_seed(number)
-        end = (number + 1) * rows_per_shard
-        for first in range(number * rows_per_shard, end, BATCH):
-            count = min(BATCH, end - first)
-            chosen = torch.randint(len(labels), (count,), generator=generator)
-            pictures = augment(images[chosen], image_size, generator)
-            ids = list(range(first, first + count))
-            encoded = [encode_png(picture) for picture in pictures.numpy()]
-            rows = [ids, encoded, labels[chosen].tolist()]
-            writer.write_table(pa.table(rows, schema=schema))
+def _rows(number, image_size, rows_per_shard, images, labels):
+    """Draw the columns of a shard, `BATCH` rows at a time."""
+    generator = torch.Generator().manual_seed(number)
+    end = (number + 1) * rows_per_shard
+    for first in range(number * rows_per_shard, end, BATCH):
+        count = min(BATCH, end - first)
+        chosen = torch.randint(len(labels), (count,), generator=generator)
+        pictures = augment(images[chosen], image_size, generator)
+        encoded = [encode_png(picture) for picture in pictures.numpy()]
+        yield [list(range(first, first + count)), encoded, labels[chosen].tolist()]
 
 
 def augment(
     images: torch.Tensor, size: int, generator: torch.Generator
 ) -> torch.Tensor:
     """Turn, scale, shift and add noise: float [n, 1, h, w] to uint8 [n, size, size]."""
-    n, drawn = (
-        len(images),
-        min(size, 64),
-    )  # larger pictures are enlarged: drawing is slow
-    angle, scale, x, y = (
-        torch.rand(4, n, generator=generator) * 2 - 1
-    )  # -1 to 1, each [n]
+    n, drawn = len(images), min(size, 64)  # larger ones are enlarged: drawing is slow
+    angle, scale, x, y = torch.rand(4, n, generator=generator) * 2 - 1  # each [n]
     angle, scale = angle * torch.pi / 12, 1.1 + 0.2 * scale
     cos, sin = angle.cos() * scale, angle.sin() * scale
     rows = [torch.stack([cos, -sin, x / 8], 1), torch.stack([sin, cos, y / 8], 1)]
@@ -158,29 +153,18 @@ def encode_png(image: np.ndarray) -> bytes:
     )
 
 
-def _shards_there(folder: Path, kind: bytes) -> list[Path]:
-    there = sorted(folder.glob("shard-*.parquet"))
-    for path in there:
-        try:
-            metadata = pq.read_schema(path).metadata or {}
-        except pa.ArrowInvalid as error:
-            raise BadInput(
-                f"{path} is not a whole Parquet file: delete it, or name another folder."
-            ) from error
-        if metadata.get(b"shards") != kind:
-            raise BadInput(
-                f"{folder} holds {path.name}, which was not written with these arguments: "
-                "name another folder, or delete this one."
-            )
-    return there
-
-
-def _remove_left_overs(folder: Path) -> None:
-    """Remove files of a run that was killed; not of one that writes here now."""
-    for path in folder.glob("shard-*.tmp"):
-        with contextlib.suppress(OSError):  # renamed meanwhile, or of somebody else
-            if time.time() - path.stat().st_mtime > LEFT_OVER_S:
-                path.unlink()
+def _check_kind(path: Path, kind: bytes) -> None:
+    try:
+        metadata = pq.read_schema(path).metadata or {}
+    except pa.ArrowInvalid as error:
+        raise BadInput(
+            f"{path} is not a whole Parquet file: delete it, or name another folder."
+        ) from error
+    if metadata.get(b"shards") != kind:
+        raise BadInput(
+            f"{path.parent} holds {path.name}, which was not written with these arguments: "
+            "name another folder, or delete this one."
+        )
 
 
 def _check_disk(folder: Path, size_gb: float) -> None:

@@ -36,9 +36,7 @@ def digits(split: str = "train") -> TensorDataset:
     """
     check_split(split)
     with np.load(io.BytesIO(_read_verified(DIGITS_FILE, DIGITS_SHA256))) as file:
-        images = (
-            torch.from_numpy(file["images"]).float()[:, None] / 16
-        )  # [1797, 1, 8, 8]
+        images = torch.from_numpy(file["images"]).float()[:, None] / 16  # [n, 1, 8, 8]
         labels = torch.from_numpy(file["labels"]).long()
     is_test = torch.arange(len(labels)) % 5 == 0
     chosen = is_test if split == "test" else ~is_test

@@ -8,8 +8,6 @@ from utils import datasets
 from utils.datasets import shipped
 from utils.errors import BadInput
 
-pytestmark = pytest.mark.part03
-
 
 def test_text_is_the_topics_and_targets_are_the_next_bytes():
     raw = lzma.decompress(shipped.TEXT_FILE.read_bytes())
