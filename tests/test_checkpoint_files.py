@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and sentences where that fails."""
+"""Files are written whole or not at all, and what prevents it is a sentence."""
 
 import errno
 import os
@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from tests.patience import PATIENCE
+from tests.waiting import TIMEOUT_S
 from utils import checkpoint_files
 from utils.errors import BadInput
 
@@ -30,16 +30,16 @@ def test_a_file_has_its_name_only_when_it_is_on_the_disk(tmp_path, monkeypatch):
     calls = []
     fsync, replace = os.fsync, os.replace
 
-    def noted_fsync(file: int) -> None:
+    def recorded_fsync(file: int) -> None:
         calls.append(("fsync", os.fstat(file).st_size))
         fsync(file)
 
-    def noted_replace(*paths) -> None:
+    def recorded_replace(*paths) -> None:
         calls.append(("replace", paths[1].name))
         replace(*paths)
 
-    monkeypatch.setattr(checkpoint_files.os, "fsync", noted_fsync)
-    monkeypatch.setattr(checkpoint_files.os, "replace", noted_replace)
+    monkeypatch.setattr(checkpoint_files.os, "fsync", recorded_fsync)
+    monkeypatch.setattr(checkpoint_files.os, "replace", recorded_replace)
     with checkpoint_files.write_whole(tmp_path / "result") as file:
         file.write(b"all of it")
     assert calls == [("fsync", len(b"all of it")), ("replace", "result")]
@@ -77,7 +77,7 @@ def test_killed_saves_leave_one_file_which_the_next_save_replaces(tmp_path):
     path = tmp_path / "checkpoint.pt"
     path.write_bytes(b"first")
     for _ in range(2):
-        killed = subprocess.run([sys.executable, "-c", KILLED, path], timeout=PATIENCE)
+        killed = subprocess.run([sys.executable, "-c", KILLED, path], timeout=TIMEOUT_S)
         assert killed.returncode == -signal.SIGKILL
     left, there = sorted(tmp_path.iterdir())
     assert there == path and left.name.startswith(".checkpoint.pt.")
@@ -89,20 +89,8 @@ def test_killed_saves_leave_one_file_which_the_next_save_replaces(tmp_path):
     assert path.read_bytes() == b"second"
 
 
-def test_a_save_that_hangs_does_not_write_into_the_next_one(tmp_path):
-    """An old rank 0 that nobody reaches fails, while the new one has saved."""
-    path = tmp_path / "checkpoint.pt"
-    with suppress(FileNotFoundError), checkpoint_files.write_whole(path) as old:
-        old.write(b"old")
-        old.flush()
-        with checkpoint_files.write_whole(path) as new:
-            new.write(b"new")
-        old.write(b" and longer")
-    assert path.read_bytes() == b"new"
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_save_that_hangs_does_not_name_what_the_next_one_has_half_written(tmp_path):
+def test_an_old_rank_that_still_saves_does_not_spoil_what_the_new_one_writes(tmp_path):
+    """Nobody reached the old rank 0, and the run was started again."""
     path = tmp_path / "checkpoint.pt"
     path.write_bytes(b"first")
     old = checkpoint_files.write_whole(path)
@@ -111,7 +99,7 @@ def test_a_save_that_hangs_does_not_name_what_the_next_one_has_half_written(tmp_
         new.write(b"new, ")
         new.flush()
         with pytest.raises(FileNotFoundError):
-            old.__exit__(None, None, None)  # it goes on, and finishes
+            old.__exit__(None, None, None)  # the old one goes on, and finishes
         assert path.read_bytes() == b"first"
         new.write(b"whole")
     assert path.read_bytes() == b"new, whole"
@@ -119,10 +107,10 @@ def test_a_save_that_hangs_does_not_name_what_the_next_one_has_half_written(tmp_
 
 
 @pytest.mark.parametrize(
-    "code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES]
+    "code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES]
 )
-def test_what_refuses_to_write_is_a_sentence(code):
-    """Also where a library raises an error of its own, or says only a text."""
+def test_a_disk_that_refuses_is_a_sentence(code):
+    """Also where a library raises an error of its own, or has only a text."""
     refusal = OSError(code, os.strerror(code))
     says = rf"The file cannot be written \({os.strerror(code)}\): name a folder"
     wrapped = RuntimeError("a library's own")
@@ -134,15 +122,21 @@ def test_what_refuses_to_write_is_a_sentence(code):
 
 
 @pytest.mark.parametrize(
-    "code", [errno.ECONNRESET, errno.ECONNREFUSED, errno.EPIPE, errno.ETIMEDOUT]
+    "error",
+    [
+        OSError(errno.ECONNRESET, os.strerror(errno.ECONNRESET)),  # of a network
+        RuntimeError(f"[Errno {errno.EPIPE}] {os.strerror(errno.EPIPE)}"),
+        RuntimeError("a mistake of ours"),
+        BadInput("what was wrong before the disk was full"),
+    ],
+    ids=str,
 )
-def test_a_network_that_fails_is_no_disk_that_refuses(code):
-    error = OSError(code, os.strerror(code))
-    for raised in (error, RuntimeError(f"[Errno {code}] {os.strerror(code)}")):
-        with pytest.raises(type(raised)) as found:
-            with checkpoint_files.explain_writing("The file"):
-                raise raised
-        assert found.value is raised
+def test_another_error_while_writing_stays_what_it_is(error):
+    error.__cause__ = OSError(errno.ENOSPC, "full") if type(error) is BadInput else None
+    with pytest.raises(type(error)) as found:
+        with checkpoint_files.explain_writing("The file"):
+            raise error
+    assert found.value is error
 
 
 class OutOfMemoryError(RuntimeError):
@@ -161,31 +155,20 @@ class OfAllRanks(BaseException):
     [
         OutOfMemoryError("Tried to allocate 2.00 GiB"),
         RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+        AttributeError("a mistake of ours"),
     ],
+    ids=lambda error: type(error).__name__,
 )
-def test_a_lack_of_memory_is_not_called_a_damaged_checkpoint(error, tmp_path):
+def test_another_error_while_loading_is_not_called_a_damaged_checkpoint(error):
     """Who reads that it is damaged deletes it; and Ray would not start the run again."""
-    with pytest.raises(type(error)), checkpoint_files.explain_reading(tmp_path):
+    with pytest.raises(type(error)), checkpoint_files.explain_reading("checkpoint.pt"):
         raise error
-    for kind, raised in {
-        RuntimeError: error,
-        OfAllRanks: OfAllRanks({0: (KeyError("x"), None), 1: (error, None)}),
-    }.items():
-        with (
-            pytest.raises(type(raised)),
-            checkpoint_files.explain_loading(tmp_path, kind),
-        ):
-            raise raised
-    with (
-        pytest.raises(BadInput, match="damaged"),
-        checkpoint_files.explain_loading(tmp_path, OfAllRanks),
-    ):
-        raise OfAllRanks({0: (KeyError("x"), None)})
 
 
-def test_a_sentence_stays_as_it_is():
-    inner = BadInput("the inner one")
-    inner.__cause__ = OSError(errno.ENOSPC, "full")
-    with pytest.raises(BadInput) as found, checkpoint_files.explain_writing("The file"):
-        raise inner
-    assert found.value is inner
+def test_a_lack_of_memory_of_one_rank_is_not_called_a_damaged_checkpoint(tmp_path):
+    damaged, full = KeyError("x"), OutOfMemoryError("Tried to allocate 2.00 GiB")
+    loading = checkpoint_files.explain_loading
+    with pytest.raises(OfAllRanks), loading(tmp_path, OfAllRanks):
+        raise OfAllRanks({0: (damaged, None), 1: (full, None)})
+    with pytest.raises(BadInput, match="damaged"), loading(tmp_path, OfAllRanks):
+        raise OfAllRanks({0: (damaged, None)})

@@ -13,10 +13,8 @@ import sys
 import pytest
 
 from tests import scripts
-from tests.patience import PATIENCE
+from tests.waiting import TIMEOUT_S
 from utils.processes import free_port
-
-pytestmark = pytest.mark.part01
 
 # argv: a port for each launch
 PROGRAM = """
@@ -59,7 +57,7 @@ def exit_codes(launches: int) -> list[str]:
         env=os.environ | {"PYTHONPATH": str(scripts.ROOT)},
         capture_output=True,
         text=True,
-        timeout=PATIENCE,
+        timeout=TIMEOUT_S,
     )
     return done.stdout.splitlines()
 

@@ -22,10 +22,10 @@ from ray.cluster_utils import Cluster
 from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
-from tests.patience import PATIENCE
+from tests.waiting import TIMEOUT_S
 from utils.events import note, noted, wait_for, when
 
-pytestmark = [pytest.mark.part02, pytest.mark.slow, pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.slow, pytest.mark.ray]
 
 EPOCHS = 4
 
@@ -129,7 +129,7 @@ def kill_driver(log, folder):
     wait_for(log, "waits", unless=lambda: driver.poll() is not None)
     its_ray = psutil.Process(driver.pid).children(recursive=True)
     driver.kill()
-    driver.wait(timeout=PATIENCE)
+    driver.wait(timeout=TIMEOUT_S)
     for process in its_ray:  # as when the driver's machine loses its power
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
@@ -153,7 +153,7 @@ def test_sigkill_of_driver_and_controller(tmp_path):
     killed = when(logs[1], "waits", kill_controller)
     with pytest.raises(ray.exceptions.RayActorError):
         fit(tmp_path, logs[1], wait_in=2)
-    killed.result(timeout=PATIENCE)
+    killed.result(timeout=TIMEOUT_S)
 
     result = fit(tmp_path, logs[2])
     starts = [[entry["epoch"] for entry in noted(log, "start")] for log in logs]
@@ -174,7 +174,7 @@ def test_storage_that_fills_up_and_turns_read_only(small_disk, tmp_path):
 
     def remount(option):
         command = ["mount", "-o", f"remount,{option}", str(small_disk)]
-        subprocess.run(command, check=True, timeout=PATIENCE)
+        subprocess.run(command, check=True, timeout=TIMEOUT_S)
 
     def protect(_):
         remount("ro")
@@ -183,14 +183,14 @@ def test_storage_that_fills_up_and_turns_read_only(small_disk, tmp_path):
     filled = when(logs[0], "waits", fill)
     with pytest.raises(ray.train.TrainingFailedError):
         fit(small_disk, logs[0], wait_in=1)
-    filled.result(timeout=PATIENCE)
+    filled.result(timeout=TIMEOUT_S)
     assert [entry["epoch"] for entry in noted(logs[0], "saved")] == [0]
     filler.unlink()
 
     protected = when(logs[1], "waits", protect)
     with pytest.raises(ray.train.TrainingFailedError):
         fit(small_disk, logs[1], wait_in=2)
-    protected.result(timeout=PATIENCE)
+    protected.result(timeout=TIMEOUT_S)
     remount("rw")
 
     assert np.array_equal(fit(small_disk, logs[2]), undisturbed())
@@ -222,7 +222,7 @@ def test_sigkill_of_a_node(tmp_path, monkeypatch):
     finally:
         ray.shutdown()
         cluster.shutdown()
-    killed.result(timeout=PATIENCE)
+    killed.result(timeout=TIMEOUT_S)
     starts = noted(log, "start")
     assert [entry["epoch"] for entry in starts] == [0, 2]
     assert starts[0]["node"] != starts[1]["node"]

@@ -9,11 +9,9 @@ import pytest
 import torch
 
 from tests import scripts
-from tests.patience import PATIENCE
-from utils import checkpoint_files, runs
+from tests.waiting import TIMEOUT_S
+from utils import runs
 from utils.errors import BadInput
-
-pytestmark = [pytest.mark.part01, pytest.mark.part02]
 
 
 def test_a_checkpoint_is_written_whole_or_not_at_all(small_disk, monkeypatch):
@@ -47,7 +45,7 @@ def launch(command: list, path, *arguments) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=PATIENCE,
+        timeout=TIMEOUT_S,
     )
     assert done.returncode == 1, done.stdout
     return [line for line in done.stdout.splitlines() if line.strip("= ")][-1]
@@ -61,7 +59,6 @@ TORCHRUN += ["--nproc_per_node=2"]
 
 
 @pytest.mark.weekly  # tests/test_sharding_checkpoints.py, in every change
-@pytest.mark.part03
 def test_the_second_checkpoint_of_shards_does_not_fit(small_disk):
     """3 MB each: every rank writes some of it, and the first stays what it is."""
     script = scripts.ROOT / "03-fsdp-deepspeed" / "train_fsdp2.py"
@@ -73,7 +70,8 @@ def test_the_second_checkpoint_of_shards_does_not_fit(small_disk):
     assert len(list(small_disk.glob("step-*/.metadata"))) == 1
 
 
-@pytest.mark.slow
+# In every change: the first test, and torchrun's summary in tests/test_command_line.py.
+@pytest.mark.weekly
 def test_under_torchrun_the_last_line_is_the_sentence(small_disk):
     arguments = ["--epochs", 1, "--batch-size", 700, "--checkpoint-dir", small_disk]
     last = launch(TORCHRUN, scripts.TRAIN_DDP, *arguments)
@@ -82,7 +80,7 @@ def test_under_torchrun_the_last_line_is_the_sentence(small_disk):
 
 
 @pytest.mark.weekly  # torchrun's, above, in every change
-@pytest.mark.xdist_group("ray")
+@pytest.mark.ray
 def test_under_ray_the_last_line_is_the_sentence(small_disk):
     """torch.save fails in the run's folder; torch does not say that the disk is full."""
     arguments = ["--num-workers", 1, "--epochs", 1, "--batch-size", 1400]
@@ -90,9 +88,3 @@ def test_under_ray_the_last_line_is_the_sentence(small_disk):
     last = launch([sys.executable], scripts.TRAIN_RAY_DDP, *arguments)
     sentence = SENTENCE.replace(r".*No space left on device", r"is the disk full\?")
     assert re.fullmatch(rf"train_ray_ddp\.py: The checkpoint {sentence}.*", last), last
-
-
-def test_other_errors_stay_what_they_are():
-    with pytest.raises(RuntimeError, match="of ours"):
-        with checkpoint_files.explain_writing("a file"):
-            raise RuntimeError("of ours")

@@ -1,4 +1,4 @@
-"""Noise that is drawn while training: other on each rank, and after a restart the next."""
+"""Random numbers differ between ranks, and go on after a restart where they were."""
 
 import itertools
 
@@ -10,8 +10,6 @@ from torch.utils.data import DataLoader
 from tests import scripts, sharding
 from utils import generators
 from utils.launch import run_ranks
-
-pytestmark = [pytest.mark.part01, pytest.mark.part02, pytest.mark.part03]
 
 
 def draw(saved: bytes | None = None) -> tuple[list[float], bytes, list[float]]:
@@ -25,7 +23,7 @@ def draw(saved: bytes | None = None) -> tuple[list[float], bytes, list[float]]:
     return first, generators.states(), torch.rand(4).tolist()
 
 
-def test_every_rank_draws_other_noise_and_goes_on_with_it():
+def test_random_numbers_differ_between_ranks_and_go_on_after_a_restart():
     undisturbed = run_ranks(draw, 3)
     firsts = [first for first, _, _ in undisturbed]
     assert firsts[0] != firsts[1] != firsts[2] != firsts[0]
@@ -34,7 +32,7 @@ def test_every_rank_draws_other_noise_and_goes_on_with_it():
     assert [first for first, _, _ in restored] == [then for _, _, then in undisturbed]
 
 
-def test_on_another_number_of_ranks_there_is_nothing_to_go_on_with():
+def test_a_restart_on_another_number_of_ranks_begins_with_those_of_the_seed():
     saved = run_ranks(draw, 2)[0][1]
     assert [f for f, _, _ in run_ranks(draw, 3, saved)] == [
         f for f, _, _ in run_ranks(draw, 3)
@@ -42,7 +40,7 @@ def test_on_another_number_of_ranks_there_is_nothing_to_go_on_with():
 
 
 class Augmented:
-    """Four items that are nothing but noise."""
+    """Four items that are random numbers."""
 
     def __len__(self) -> int:
         return 4
@@ -51,7 +49,9 @@ class Augmented:
         return torch.rand(()).item()
 
 
-def test_the_processes_of_a_loader_draw_by_rank_epoch_and_first_step(monkeypatch):
+def test_augmentation_by_a_loader_differs_by_rank_epoch_and_first_step(
+    monkeypatch,
+):
     def drawn(rank: int, epoch: int | None, first: int = 0) -> tuple[float, ...]:
         monkeypatch.setattr(generators.dist, "get_rank", lambda: rank)
         new = torch.Generator()
@@ -68,7 +68,7 @@ def test_the_processes_of_a_loader_draw_by_rank_epoch_and_first_step(monkeypatch
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_fsdp2_goes_on_with_other_numbers_of_ranks_and_the_same_settings(
+def test_a_run_with_fsdp2_goes_on_with_more_or_fewer_ranks_and_the_same_settings(
     ranks, tmp_path
 ):
     """What is the same on all ranks is one value each; dcp would take it apart."""

@@ -16,15 +16,13 @@ from tests.compare import relative
 from utils import memory
 from utils.launch import run_ranks
 
-pytestmark = [pytest.mark.part01, pytest.mark.part02, pytest.mark.part03]
-
 FLOAT64, FLOAT32 = 1e-10, 1e-5
 # DeepSpeed reduces gradients of float64 models in float32, and keeps float32 copies.
 FLOAT64_ZERO = 1e-6
 WORKERS = (1, 2, 3)
 
 
-def tier(num_workers: int, strategies: dict) -> list[pytest.MarkDecorator]:
+def marks(num_workers: int, strategies: dict) -> list[pytest.MarkDecorator]:
     """Return when a test with so many workers runs, as marks.
 
     Three cut a tensor into unequal shards, so they gate a change where it is sharded.
@@ -38,7 +36,7 @@ def tier(num_workers: int, strategies: dict) -> list[pytest.MarkDecorator]:
 def runs(*strategies: dict) -> pytest.MarkDecorator:
     """Return each strategy with 1, 2 and 3 workers; `make test` runs those with 2."""
     chosen = [
-        pytest.param(n, name, id=f"{n} workers-{name}", marks=tier(n, names))
+        pytest.param(n, name, id=f"{n} workers-{name}", marks=marks(n, names))
         for n in WORKERS
         for names in strategies
         for name in names

@@ -28,7 +28,7 @@ from tests.test_parity import FLOAT32, FLOAT64, compared, reference
 from utils.datasets import write_shards
 from utils.launch import run_ranks
 
-pytestmark = [pytest.mark.part02, pytest.mark.xdist_group("ray")]
+pytestmark = pytest.mark.ray
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""train_ray_ddp_with_ray_data.py: a whole run with damaged data, and every bad input."""
+"""train_ray_ddp_with_ray_data.py: whole runs with damaged data, and bad input."""
 
 import io
 import re
@@ -18,19 +18,19 @@ import pytest
 import ray
 import torch
 from PIL import Image
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests import scripts
-from tests.patience import PATIENCE, wait_until
+from tests.waiting import TIMEOUT_S, wait_until
 from utils import stopping
 from utils.datasets import write_shards
 from utils.datasets.shards import encode_png
 from utils.errors import BadInput
+from utils.launch import run_ranks
+from utils.parquet import CORRUPT
 
-pytestmark = [pytest.mark.part02, pytest.mark.xdist_group("ray")]
+pytestmark = pytest.mark.ray
 
 script = scripts.load(scripts.TRAIN_RAY_DDP_WITH_RAY_DATA)
-GOES_ON = Mock(agreed=lambda: stopping.NOTHING)  # nobody asks it to stop
 
 
 def write_with_a_damaged_page(path, table):
@@ -95,23 +95,23 @@ def call(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.covers(
-    "python train_ray_ddp_with_ray_data.py --data-path s3://bucket/folder --num-workers 8"
-)
 @pytest.mark.usefixtures("own_ray")
 def test_a_run_leaves_out_and_counts_what_is_corrupt(damaged, tmp_path, call, capfd):
-    """3 files of 48 rows are whole: 144 rows, 72 for each worker, 4 batches of 18."""
+    """3 files of 48 rows are whole: 144 rows, 72 for each worker, 4 batches of 18. The
+    second start goes on after the first epoch."""
     arguments = ["--data-path", damaged, "--on-corrupt", "skip", "--num-workers", 2]
-    arguments += ["--num-epochs", 2, "--batch-size", 18, "--checkpoint-dir", tmp_path]
-    call(*arguments)
+    arguments += ["--batch-size", 18, "--checkpoint-dir", tmp_path, "--num-epochs"]
+    call(*arguments, 1)
+    call(*arguments, 2)
     printed = []  # what workers print comes late
 
     def said() -> str:
         printed.append(capfd.readouterr().out)
         return "".join(printed)
 
-    wait_until(lambda: "epoch 2" in said(), said=said)
+    wait_until(lambda: "epoch 2:" in said(), said=said)
     said = said()
+    assert "starts anew: " in said and "goes on after epoch 1 of" in said
     assert re.search(r"Left out 2 corrupt file.*-00003\.par.*-00004\.par", said)
     assert "144 rows to train on, 72 for each worker" in said
     epochs = re.findall(
@@ -121,7 +121,7 @@ def test_a_run_leaves_out_and_counts_what_is_corrupt(damaged, tmp_path, call, ca
     assert set(epochs) == {("4", "144", "1")}
     assert len(list(tmp_path.glob("*/checkpoint_2*"))) == 2  # of the last epochs
     with pytest.raises(BadInput, match=r"--batch-size 18, and this one has .* 24"):
-        call(*arguments, "--batch-size", 24)  # not the same run
+        call(*arguments, 2, "--batch-size", 24)  # not the same run
 
 
 def launch(*arguments) -> subprocess.CompletedProcess:
@@ -130,7 +130,7 @@ def launch(*arguments) -> subprocess.CompletedProcess:
         env=scripts.environment(),
         capture_output=True,
         text=True,
-        timeout=PATIENCE,
+        timeout=TIMEOUT_S,
     )
 
 
@@ -175,16 +175,6 @@ def test_a_run_on_its_own_data_keeps_what_it_saved_when_that_is_damaged(
     assert {torch.load(file, weights_only=True)["epoch"] for file in saved} == {1, 2}
 
 
-def test_decode_gives_black_and_a_label_that_the_loss_ignores():
-    batch = {"image": [b"no image"], "label": np.array([3]), "path": ["here.parquet"]}
-    decoded = script.decode(batch, on_corrupt="skip")
-    assert decoded["image"].shape == (1, 1, 28, 28)
-    assert decoded["image"].max() == 0
-    assert decoded["label"].tolist() == [script.CORRUPT]
-    with pytest.raises(BadInput, match=r"An image in here\.parquet is corrupt"):
-        script.decode(batch, on_corrupt="fail")
-
-
 def a_bomb():
     """Return a PNG whose header claims 60,000 x 60,000 pixels, which Pillow refuses."""
     image = bytearray(encode_png(np.zeros([2, 2], np.uint8)))
@@ -195,168 +185,84 @@ def a_bomb():
     return bytes(image)
 
 
-@pytest.mark.parametrize("kind", ["a bomb", "a struct"])
-def test_whatever_cannot_be_decoded_names_its_file(kind):
-    image = a_bomb() if kind == "a bomb" else {"bytes": b"", "path": "1.png"}
+@pytest.mark.parametrize("kind", ["no image", "a bomb", "a struct"])
+def test_decode_gives_black_and_a_label_that_the_loss_ignores(kind):
+    """Or names the file, without --on-corrupt skip."""
+    image = {"no image": b"no image", "a struct": {"bytes": b"", "path": "1.png"}}
+    image = image[kind] if kind in image else a_bomb()
     batch = {"image": [image], "label": np.array([3]), "path": ["here.parquet"]}
+    decoded = script.decode(batch, on_corrupt="skip")
+    assert decoded["image"].shape == (1, 1, 28, 28)
+    assert decoded["image"].max() == 0
+    assert decoded["label"].tolist() == [CORRUPT]
     with pytest.raises(BadInput, match=r"An image in here\.parquet is corrupt"):
-        script.decode(batch)
-    assert script.decode(batch, "skip")["label"].tolist() == [script.CORRUPT]
+        script.decode(batch, on_corrupt="fail")
 
 
-def test_a_batch_of_corrupt_images_does_not_hide_the_loss(monkeypatch):
+def test_a_batch_of_corrupt_images_does_not_hide_the_loss():
     """Its own loss is 0/0."""
+    images = torch.zeros(2, 1, 28, 28)
 
     class Shard:
         def iter_torch_batches(self, **_):
-            for label in (3, script.CORRUPT):
-                yield {
-                    "image": torch.zeros(2, 1, 28, 28),
-                    "label": torch.full([2], label),
-                }
+            for label in (3, CORRUPT):
+                yield {"image": images, "label": torch.full([2], label)}
 
-    monkeypatch.setattr(script, "get_device", lambda: torch.device("cpu"))
-    monkeypatch.setattr(script.dist, "all_reduce", lambda counts: None)
-    monkeypatch.setattr(script.dist, "get_world_size", lambda: 1)
-    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    config = {"batch_size": 2, "seed": 0, "bf16": False}
-    found = script.train_epoch(model, optimizer, Shard(), config, 0, GOES_ON)
-    first = torch.nn.functional.cross_entropy(
-        model(torch.zeros(2, 1, 28, 28)), torch.full([2], 3)
-    )
-    assert found["loss"] == pytest.approx(first.item())  # the rate is 0
-    assert found["corrupt"] == 2
-    assert all(p.isfinite().all() for p in model.parameters())
+    def epoch() -> tuple[dict, float, bool]:
+        torch.distributed.init_process_group("gloo")
+        script = scripts.load(scripts.TRAIN_RAY_DDP_WITH_RAY_DATA)
+        script.get_device = lambda: torch.device("cpu")
+        model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        config = {"batch_size": 2, "seed": 0, "bf16": False}
+        goes_on = Mock(agreed=lambda: stopping.NOTHING)
+        found = script.train_epoch(model, optimizer, Shard(), config, 0, goes_on)
+        first = torch.nn.functional.cross_entropy(model(images), torch.full([2], 3))
+        return found, first.item(), all(p.isfinite().all() for p in model.parameters())
 
-
-def test_an_epoch_stays_on_its_device(monkeypatch):
-    """On a pretended GPU: an operation that mixes devices raises, as on a real one."""
-    device, stepped = torch.device("cuda", 0), []
-
-    def train_step(model, optimizer, images, labels, bf16):
-        stepped.append(images.device)
-        return images.mean()
-
-    class AllReduce(Exception):
-        """As far as pretended tensors go, which have no values."""
-
-    def all_reduce(counts):
-        assert counts.device == device
-        raise AllReduce
-
-    class Shard:
-        def iter_torch_batches(self, **_):
-            for _ in range(2):
-                images = torch.zeros(4, 1, 28, 28, device=device)
-                labels = torch.zeros(4, dtype=torch.int64, device=device)
-                yield {"image": images, "label": labels}
-
-    monkeypatch.setattr(script, "get_device", lambda: device)
-    monkeypatch.setattr(script, "train_step", train_step)
-    monkeypatch.setattr(script.dist, "all_reduce", all_reduce)
-    config = {"batch_size": 4, "seed": 0, "bf16": False}
-    with FakeTensorMode(), pytest.raises(AllReduce):
-        script.train_epoch(None, None, Shard(), config, 0, GOES_ON)
-    assert stepped == [device] * 2
-
-
-def read_images(folder, on_corrupt):
-    """Return those of all files in a folder."""
-    return script.read_images(*script.parquet.find_parquet(str(folder)), on_corrupt)
+    ((found, loss, finite),) = run_ranks(epoch, 1)
+    assert found["loss"] == pytest.approx(loss)  # the rate is 0
+    assert found["corrupt"] == 2 and finite
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("own_ray")
-class TestReading:
-    def test_a_corrupt_image_fails_with_the_name_of_its_file(self, whole_files):
-        dataset = read_images(whole_files, "fail")
-        with pytest.raises(BadInput, match=r"shard-00000\.parquet is corrupt"):
-            dataset.take_all()
+def test_a_corrupt_image_fails_with_the_name_of_its_file(whole_files):
+    files = script.parquet.find_parquet(str(whole_files))
+    with pytest.raises(BadInput, match=r"shard-00000\.parquet is corrupt"):
+        script.read_images(*files, "fail").take_all()
 
-    def test_a_corrupt_image_is_counted(self, whole_files):
-        dataset = read_images(whole_files, "skip")
-        labels = [row["label"] for row in dataset.take_all()]
-        assert len(labels) == 3 * 48
-        assert labels.count(script.CORRUPT) == 1
 
-    def test_files_are_read_and_decoded_in_one_task(self, whole_files):
-        dataset = read_images(whole_files, "skip")
-        stats = dataset.materialize().stats()
-        (operator,) = re.findall(r"Operator \d+ (.+?):", stats)
-        assert operator == "ReadParquet->MapBatches(decode)"
-
-    def test_no_cpu_to_decode_with_is_said(self, whole_files, call, monkeypatch):
-        monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 1})
-        with pytest.raises(BadInput, match="none is left to read and decode"):
-            call("--data-path", whole_files)
-
-    def test_more_workers_than_the_cluster_has_room_for_are_refused(
-        self, whole_files, call
-    ):
-        with pytest.raises(BadInput, match="asks for 99 workers"):
-            call("--data-path", whole_files, "--num-workers", 99)
-
-    def test_all_nodes_have_to_share_both_folders(
-        self, whole_files, tmp_path, call, monkeypatch
-    ):
-        asked = []
-        monkeypatch.setattr(
-            script.preflight, "check_shared", lambda *_: asked.extend(_)
-        )
-        result = Mock(return_value={"epoch": 2})
-        monkeypatch.setattr(script, "fit", lambda *_: result)
-        call("--data-path", whole_files, "--checkpoint-dir", tmp_path)
-        assert asked == [tmp_path, str(whole_files)]
+@pytest.mark.slow
+@pytest.mark.usefixtures("own_ray")
+def test_no_cpu_to_decode_with_is_said(whole_files, call, monkeypatch):
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 1})
+    with pytest.raises(BadInput, match="none is left to read and decode"):
+        call("--data-path", whole_files)
 
 
 @pytest.fixture
-def no_ray(monkeypatch):
-    """Take Ray away: to say what is wrong with the data it needs none, once started."""
-    for name in ("start_ray", "preflight"):
-        monkeypatch.setattr(script, name, Mock())
-
-
-@pytest.mark.usefixtures("no_ray")
-class TestBadInput:
-    def test_a_cut_file_fails_with_its_name(self, damaged, call):
-        with pytest.raises(BadInput, match=r"shard-00003\.parquet is not a whole"):
-            call("--data-path", damaged)
-
-    def test_a_path_that_does_not_exist_is_named(self, tmp_path, call):
-        with pytest.raises(BadInput, match=r"nowhere cannot be read"):
-            call("--data-path", tmp_path / "nowhere")
-
-    def test_columns_that_are_missing_are_named(self, tmp_path, call):
-        table = pa.table({"picture": [b""], "label": [1]})
-        pq.write_table(table, tmp_path / "a.parquet")
-        with pytest.raises(BadInput, match="has no column image"):
-            call("--data-path", tmp_path)
-
-    def test_batches_larger_than_a_shard_are_refused(self, whole_files, call):
-        with pytest.raises(BadInput, match="The batch size is 145, but each of 1"):
-            call("--data-path", whole_files, "--batch-size", 145, "--num-workers", 1)
+def other_columns(tmp_path):
+    pq.write_table(pa.table({"picture": [b""], "label": [1]}), tmp_path / "a.parquet")
+    return tmp_path
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("folder", "options", "sentence"),
     [
-        (["--fresh"], "--fresh needs --checkpoint-dir"),
-        (["--fresh", "--checkpoint-dir", "."], "is not empty, and --fresh"),
-        (["--checkpoint-dir", "a_file/folder"], "cannot be written to"),
-        (["--num-epochs", 0], "--num-epochs: it is 0, but has to be a whole number"),
-        (
-            ["--data-size-gb", 0],
-            "--data-size-gb: it is 0, but has to be a number above",
-        ),
-        (["--data-size-gb", 1e9], r"1e\+09 GB more do not fit the disk"),
+        ("damaged", [], r"shard-00003\.parquet is not a whole"),
+        ("tmp_path", [], r"There is no \.parquet file in"),
+        ("other_columns", [], "has no column image"),
+        ("whole_files", ["--batch-size", 145], "The batch size is 145, but each of 1"),
     ],
 )
-def test_wrong_options_are_named(arguments, sentence, tmp_path, call, monkeypatch):
-    """Before Ray starts."""
-    monkeypatch.setattr(script, "start_ray", None)
-    monkeypatch.setenv("WORKSHOP_STORAGE", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a_file").write_text("")
+def test_data_that_cannot_be_trained_on_is_named(
+    folder, options, sentence, call, monkeypatch, request
+):
+    """For this no Ray is asked, once it runs: here, none is started."""
+    for name in ("start_ray", "preflight"):
+        monkeypatch.setattr(script, name, Mock())
     with pytest.raises(BadInput, match=sentence):
-        call(*arguments)
+        call(
+            "--data-path", request.getfixturevalue(folder), "--num-workers", 1, *options
+        )

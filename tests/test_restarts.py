@@ -13,8 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from utils.launch import run_ranks
 
-pytestmark = [pytest.mark.part01, pytest.mark.part02]
-
 
 def train(saved, steps, options):
     """Take some steps on this rank, with noise for data; return model and optimizer."""

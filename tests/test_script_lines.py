@@ -4,25 +4,58 @@ import math
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
-from tests import readme, scripts
+from tests import scripts
 
-LINES = readme.script_lines()
+PARTS = sorted(scripts.ROOT.glob("0*/README.md"))
+# Lines that need machines or data of the reader, and the tests that run the like of them.
+NEED_MORE = {
+    # tests/test_launch_multinode.py
+    'HOSTS="gpu1 gpu2" NPROC_PER_NODE=8 ./launch_multinode_ddp.sh --epochs 3',
+    # tests/test_ray_data_script.py
+    "python train_ray_ddp_with_ray_data.py --data-path s3://bucket/folder "
+    "--num-workers 8",
+}
 # The loss of a model that guesses: among ten digits, or among 256 bytes of a text.
 GUESS = {"01-ddp-pytorch-only": math.log(10), "02-ddp-pytorch-ray": math.log(10)}
 GUESS["03-fsdp-deepspeed"] = math.log(256)
 
 
-def test_all_scripts_are_started_by_a_line():
+def lines_of(page: Path) -> list[str]:
+    """Return the lines of a page's code blocks that start a script."""
+    blocks = re.findall(r"^```(?:bash)?\n(.*?)^```", page.read_text(), re.M | re.S)
+    lines = [line.strip() for block in blocks for line in block.splitlines()]
+    return [line for line in lines if re.search(r"\b(train|launch)_\w+\.(py|sh)", line)]
+
+
+def in_order(page: Path) -> list[list[str]]:
+    """Return the lines to run: alone, or after each other with the same checkpoints."""
+    found: dict[str, list[str]] = {}
+    for line in lines_of(page):
+        if line not in NEED_MORE:
+            folder = re.search(r"--checkpoint-dir (\S+)", line)
+            found.setdefault(folder[1] if folder else line, []).append(line)
+    return list(found.values())
+
+
+LINES = [(page.parent, lines) for page in PARTS for lines in in_order(page)]
+
+
+def test_every_script_is_started_by_a_line():
     started = {word for _, lines in LINES for line in lines for word in line.split()}
     assert started >= {path.name for path in scripts.ROOT.glob("0*/train_*.py")}
     assert f"./{scripts.LAUNCH_MULTINODE.name}" in started
+    of_parts = [line for page in PARTS for line in lines_of(page)]
+    assert {*of_parts} >= NEED_MORE, "a README has other words now"
+    # those of the first page are run with the README of their part
+    assert {*lines_of(scripts.ROOT / "README.md")} <= {*of_parts}
 
 
 @pytest.mark.weekly
-@pytest.mark.xdist_group("ray")
+@pytest.mark.ray
 @pytest.mark.parametrize(("folder", "lines"), LINES, ids=[ls[-1] for _, ls in LINES])
 def test_lines_run_as_they_are_typed(folder, lines, tmp_path):
     """In a copy of their folder, whose `../build` is empty at first; on a GPU machine on

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 
 from tests import scripts
-from tests.patience import PATIENCE, wait_until
+from tests.waiting import TIMEOUT_S, wait_until
 from utils import datasets
 from utils.errors import BadInput
 from utils.launch import run_ranks
 
-pytestmark = [pytest.mark.part01, pytest.mark.part02, pytest.mark.xdist_group("ray")]
+pytestmark = pytest.mark.ray
 
 
 def train_on_two_ranks(*arguments) -> tuple[str, str]:
@@ -37,9 +37,9 @@ def train_on_two_ranks(*arguments) -> tuple[str, str]:
 
 
 def kill_a_ray_worker(folder: Path) -> None:
-    """SIGKILL to one of the workers of a run, in its second epoch; leaves a note."""
-    noted = folder / "train_ray_ddp" / "checkpoint_manager_snapshot.json"
-    wait_until(lambda: noted.exists() and "checkpoint_2" in noted.read_text())
+    """Kill one of the workers of a run in its second epoch, and write down that it was."""
+    listed = folder / "train_ray_ddp" / "checkpoint_manager_snapshot.json"
+    wait_until(lambda: listed.exists() and "checkpoint_2" in listed.read_text())
     workers = scripts.workers_of_ray(psutil.Process())
     workers[-1].kill()
     (folder / "killed").write_text(f"one of {len(workers)}")
@@ -74,7 +74,7 @@ def trained(tmp_path_factory) -> dict[Path, tuple[Path, str]]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=PATIENCE,
+        timeout=TIMEOUT_S,
     )
     assert done.returncode == 0, done.stdout
     results[scripts.TRAIN_RAY_DDP] = folder, done.stdout
@@ -114,13 +114,13 @@ def test_both_scripts_end_with_the_same_weights(trained):
 @pytest.mark.parametrize(
     "path", [scripts.TRAIN_DDP, scripts.TRAIN_RAY_DDP], ids=lambda path: path.name
 )
-def test_every_epoch_is_one_line_without_noise(trained, path):
+def test_a_run_prints_one_line_per_epoch_and_no_warnings(trained, path):
     lines = trained[path][1].splitlines()
     for number in (1, 2):
         found = [line for line in lines if re.search(rf"epoch {number}\b.*loss", line)]
         assert len(found) == 1 and "test accuracy" in found[0]
-    noise = "Warning|Reporting training result|Checkpoint successfully created"
-    assert not [line for line in lines if re.search(noise, line)]
+    unwanted = "Warning|Reporting training result|Checkpoint successfully created"
+    assert not [line for line in lines if re.search(unwanted, line)]
 
 
 def options(folder: Path, **changes) -> Namespace:
@@ -133,7 +133,7 @@ def options(folder: Path, **changes) -> Namespace:
     return Namespace(**found | changes)
 
 
-def test_a_restart_without_a_shared_folder_is_said(tmp_path):
+def test_a_rank_that_does_not_see_the_checkpoint_asks_for_a_shared_folder(tmp_path):
     """Rank 0 finds its checkpoint on its node; rank 1, on another one, would start anew."""
 
     def load():

@@ -1,10 +1,9 @@
-"""The scripts of parts 01 and 02 answer bad input with one sentence, and lose nothing."""
+"""The scripts answer bad input with one sentence, and lose nothing."""
 
 import ast
 import io
 import os
 import pickle
-import subprocess
 import sys
 import urllib.request
 from argparse import Namespace
@@ -18,16 +17,14 @@ from ray.train import Checkpoint
 
 from tests import scripts
 from tests.network import nobody_listens
-from tests.patience import PATIENCE
-from utils import checkpoint_files
 from utils.errors import BadInput
 from utils.processes import free_port
 
-pytestmark = [pytest.mark.part01, pytest.mark.part02]
-
-BOTH = pytest.mark.parametrize(
-    "path", [scripts.TRAIN_DDP, scripts.TRAIN_RAY_DDP], ids=lambda path: path.name
-)
+SCRIPTS = {path.stem: path for path in sorted(scripts.ROOT.glob("0*/train_*.py"))}
+DDP, RAY, STREAM = "train_ddp", "train_ray_ddp", "train_ray_ddp_with_ray_data"
+FSDP2, DEEPSPEED = "train_fsdp2", "train_deepspeed"
+EACH = pytest.mark.parametrize("name", SCRIPTS)
+BOTH = pytest.mark.parametrize("name", [DDP, RAY])
 
 
 @pytest.fixture
@@ -38,7 +35,8 @@ def complaint(monkeypatch):
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
 
-    def call(path: Path, *arguments) -> str:
+    def call(name: str, *arguments) -> str:
+        path = SCRIPTS[name]
         monkeypatch.setattr(sys, "argv", [path.name, *map(str, arguments)])
         with pytest.raises(BadInput) as raised:
             scripts.load(path).main()
@@ -50,32 +48,62 @@ def complaint(monkeypatch):
         dist.destroy_process_group()
 
 
-BAD_INPUT = {
-    "read-only folder": (["--checkpoint-dir", "/sys/checkpoints"], "cannot be writ"),
-    "a file as folder": (["--checkpoint-dir", "file/checkpoints"], "cannot be writ"),
-    "no such dataset": (["--dataset", "digitz"], "choose one of digits, mnist"),
-    "fresh, but where": (["--fresh"], "--fresh needs --checkpoint-dir"),
-    "fresh, but full": (
-        ["--fresh", "--checkpoint-dir", "."],
-        "is not empty, and --fre",
-    ),
-    "no epoch": (["--epochs", 0], "--epochs: it is 0, but has to be a whole number"),
-    "a batch of all": (["--batch-size", 2000], "lower --batch-size"),
-    "a bucket": (["--checkpoint-dir", "s3://a"], "s3://a is an address: name a path"),
-}
+# (scripts, options, what is said). Wrong values of each kind: tests/test_command_line.py.
+BAD_INPUT = [
+    (SCRIPTS, "--checkpoint-dir a_file/folder", "cannot be written to (Not a dir"),
+    ([DDP], "--checkpoint-dir /sys", "cannot be written to (Permission denied)"),
+    (SCRIPTS, "--checkpoint-dir . --fresh", "is not empty, and --fresh starts in"),
+    ([DDP, RAY], "--epochs 0", "--epochs: it is 0, but has to be a whole number"),
+    ([DDP, RAY], "--dataset digitz", "choose one of digits, mnist"),
+    ([DDP, RAY], "--batch-size 2000", "lower --batch-size"),
+    ([STREAM], "--num-epochs 0", "--num-epochs: it is 0, but has to be a whole"),
+    ([STREAM], "--data-size-gb 0", "--data-size-gb: it is 0, but has to be a number"),
+    ([STREAM], "--data-size-gb 1e9", "1e+09 GB more do not fit the disk"),
+    ([FSDP2, DEEPSPEED], "--steps 0", "--steps: it is 0, but has to be a whole"),
+    ([FSDP2, DEEPSPEED], "--clip=-1", "--clip: it is -1, but has to be a number above"),
+    ([FSDP2, DEEPSPEED], "--num-workers 2", "leave out one of them"),  # and torchrun
+    ([FSDP2], "--export a_file/model.pt", "cannot be written to (File exists)"),
+    ([FSDP2], "--offload", "needs a GPU to offload from"),
+    ([DEEPSPEED], "--export model.pt", "--export needs --checkpoint-dir"),
+]
 
 
-@BOTH
-@pytest.mark.parametrize("what", BAD_INPUT)
-def test_bad_input_gets_one_sentence(path, what, complaint, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "options", "sentence"),
+    [(name, *more) for names, *more in BAD_INPUT for name in names],
+)
+def test_a_wrong_command_line_gets_one_sentence(
+    name, options, sentence, complaint, tmp_path, monkeypatch
+):
     """Before a process group is joined, or Ray is started."""
     monkeypatch.chdir(tmp_path)
-    Path("file").write_text("not a folder")
-    arguments, words = BAD_INPUT[what]
-    assert words in complaint(path, *arguments)
+    Path("a_file").write_text("not a folder")
+    assert sentence in complaint(name, *options.split())
     assert not dist.is_initialized()
     assert not ray.is_initialized()
-    assert os.listdir() == ["file"]  # nothing written, nothing lost
+    assert os.listdir() == ["a_file"]  # nothing written, nothing lost
+
+
+@EACH
+def test_a_wrong_run_mode_is_answered_with_the_right_ones(name, complaint, monkeypatch):
+    monkeypatch.setenv("WORKSHOP_MODE", "fast")
+    assert "auto, smoke and full" in complaint(name)
+
+
+@pytest.mark.parametrize("name", [DDP, FSDP2, DEEPSPEED])
+def test_started_without_torchrun_a_script_says_how(name, complaint, monkeypatch):
+    monkeypatch.delenv("RANK")
+    said = complaint(name)
+    assert "start me with torchrun" in said
+    assert "torchrun --nproc_per_node=2" in said
+
+
+def test_more_workers_than_gpus_are_refused(complaint, monkeypatch):
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr("utils.command_line.device", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert "more workers than GPUs (1)" in complaint(DDP)
 
 
 @pytest.fixture
@@ -86,80 +114,45 @@ def proxies_anew():
     urllib.request.install_opener(None)
 
 
-@BOTH
-def test_no_network_is_said(path, complaint, monkeypatch, tmp_path, proxies_anew):
+@pytest.mark.usefixtures("proxies_anew")
+def test_a_download_without_a_network_names_what_needs_none(
+    complaint, monkeypatch, tmp_path
+):
     monkeypatch.setenv("WORKSHOP_STORAGE", str(tmp_path))
     for name in ("http_proxy", "https_proxy"):
         monkeypatch.setenv(name, f"http://{nobody_listens()}")
     monkeypatch.delenv("no_proxy", raising=False)
-    assert "'digits'" in complaint(path, "--dataset", "mnist")
-
-
-@BOTH
-def test_wrong_mode_names_the_three(path, complaint, monkeypatch):
-    monkeypatch.setenv("WORKSHOP_MODE", "fast")
-    assert "auto, smoke and full" in complaint(path)
-
-
-def test_started_without_torchrun_it_says_how(complaint, monkeypatch):
-    monkeypatch.delenv("RANK")
-    said = complaint(scripts.TRAIN_DDP)
-    assert said.endswith("torchrun --nproc_per_node=2 train_ddp.py")
-
-
-def test_more_workers_than_gpus_is_said(complaint, monkeypatch):
-    gpu = torch.device("cuda", 0)
-    monkeypatch.setattr("utils.command_line.device", lambda: gpu)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert "more workers than GPUs (1)" in complaint(scripts.TRAIN_DDP)
-
-
-def test_a_folder_is_written_to_before_training(complaint, monkeypatch, tmp_path):
-    """Not after an epoch of work."""
-
-    def read_only(*_, **__):
-        raise OSError(30, "Read-only file system")
-
-    monkeypatch.setattr("tempfile.TemporaryFile", read_only)
-    said = complaint(scripts.TRAIN_DDP, "--checkpoint-dir", tmp_path)
-    assert said.endswith("cannot be written to (Read-only file system): name another.")
+    assert "'digits'" in complaint(DDP, "--dataset", "mnist")
 
 
 RUN = {"script": "train.py", "--lr": 0.1, "--batch-size": 32}
+
+
+def dumped(what) -> bytes:
+    file = io.BytesIO()
+    torch.save(what, file)
+    return file.getvalue()
+
+
+def build() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Linear(3, 3)
+    return model, torch.optim.AdamW(model.parameters())
 
 
 def saved(**changes) -> bytes:
     """Return a checkpoint of a small model, with changes."""
     model, optimizer = build()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    file = io.BytesIO()
-    at = {"epoch": 0, "images": 0, "steps": 7, "accuracy": 0.5}
-    noise = {"generators": dumped([])}  # of no rank: there is nothing to go on with
-    torch.save(state | at | noise | {"run": RUN} | changes, file)
-    return file.getvalue()
-
-
-def build():
-    model = torch.nn.Linear(4, 4)
-    return model, torch.optim.AdamW(model.parameters())
-
-
-def dumped(what: object) -> bytes:
-    file = io.BytesIO()
-    torch.save(what, file)
-    return file.getvalue()
+    state |= {"epoch": 4, "images": 0, "steps": 7, "accuracy": 0.5, "run": RUN}
+    state |= {"generators": dumped([])}  # of no rank: there is nothing to go on with
+    return dumped(state | changes)
 
 
 OTHER = torch.nn.Linear(2, 2)
 SPOILT = {
     "cut": saved()[:1000],
-    "without its last byte": saved()[:-1],
     "empty": b"",
     "a text": b"hello world\n",
-    "a table": b"epoch,loss\n1,2\n",
-    "an image": b"\x89PNG\r\n\x1a\n" + bytes(100),
-    "zeros": bytes(1000),
     "a pickle": pickle.dumps({"model": Path("here")}),
     "code": dumped(OTHER),
     "a tensor": dumped(torch.ones(2, 2)),
@@ -168,126 +161,83 @@ SPOILT = {
     "of another optimizer": saved(
         optimizer=torch.optim.SGD([OTHER.weight], lr=1).state_dict()
     ),
-    "without state of the optimizer": saved(optimizer={}),
     "weights alone": dumped(build()[0].state_dict()),
-    "without its run": dumped(
-        {"model": build()[0].state_dict(), "optimizer": build()[1].state_dict()}
-    ),
 }
 
 
-def file_of(path: Path, folder: Path) -> Path:
-    return folder / ("checkpoint.pt" if "ray" in path.name else "step-000007.pt")
+@pytest.fixture
+def alone():
+    """Join a process group of one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def load(name, alone, tmp_path, monkeypatch):
+    """Return a function that lets a script load a file: it returns where the run stands."""
+    script = scripts.load(SCRIPTS[name])
+    file = tmp_path / ("step-000007.pt" if name == DDP else "checkpoint.pt")
+
+    def call(content: bytes, run: dict = RUN) -> dict:
+        file.write_bytes(content)
+        try:
+            if name == DDP:
+                args = Namespace(checkpoint_dir=tmp_path, run=run, epochs=9)
+                return script.load_checkpoint(args, *build())
+            there = Checkpoint.from_directory(tmp_path)
+            monkeypatch.setattr(ray.train, "get_checkpoint", lambda: there)
+            config = {"run": run, "checkpoint_dir": tmp_path, "epochs": 9}
+            return script.load_latest(*build(), config)
+        finally:
+            assert file.read_bytes() == content
+
+    return call
 
 
 @BOTH
 @pytest.mark.parametrize("how", SPOILT)
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-def test_a_checkpoint_that_does_not_fit(path, how, tmp_path, monkeypatch):
-    file = file_of(path, tmp_path)
-    file.write_bytes(SPOILT[how])
+def test_a_checkpoint_that_does_not_fit_is_named_and_stays(name, how, load, tmp_path):
     with pytest.raises(BadInput, match="name another folder, or delete it") as raised:
-        load(scripts.load(path), tmp_path, monkeypatch)
+        load(SPOILT[how])
     assert str(tmp_path) in str(raised.value)
     assert "damaged" in str(raised.value)
     assert "\n" not in str(raised.value)
     assert raised.value.__cause__ is not None
-    assert file.read_bytes() == SPOILT[how]
-
-
-def load(script, folder: Path, monkeypatch, run=RUN) -> dict:
-    """Return what a script loads a checkpoint with: where it goes on."""
-    monkeypatch.setattr(script.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(script.dist, "get_world_size", lambda: 1)
-    if "ray" not in script.__name__:
-        monkeypatch.setattr(script.dist, "broadcast_object_list", lambda found: None)
-        args = Namespace(checkpoint_dir=folder, run=run, epochs=9)
-        return script.load_checkpoint(args, *build())
-    there = Checkpoint.from_directory(folder)
-    monkeypatch.setattr(ray.train, "get_checkpoint", lambda: there)
-    config = {"run": run, "checkpoint_dir": folder, "epochs": 9}
-    return script.load_latest(*build(), config)
 
 
 @BOTH
-def test_a_checkpoint_that_fits_is_loaded(path, tmp_path, monkeypatch, capsys):
-    file_of(path, tmp_path).write_bytes(saved(epoch=4))
-    assert load(scripts.load(path), tmp_path, monkeypatch)["epoch"] == 4
+def test_a_checkpoint_that_fits_is_loaded(name, load, capsys):
+    assert load(saved())["epoch"] == 4
     assert "goes on after epoch 4" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "path",
-    [scripts.TRAIN_RAY_DDP, scripts.TRAIN_RAY_DDP_WITH_RAY_DATA],
-    ids=lambda path: path.stem,
-)
-def test_what_ray_did_not_note_as_whole_is_said_to_be_none(
-    path, tmp_path, monkeypatch, capsys
-):
-    """A kill in the first save leaves a folder, and no checkpoint."""
-    (tmp_path / "killed" / path.stem / "checkpoint_1").mkdir(parents=True)
-    script = scripts.load(path)
-    monkeypatch.setattr(script.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(ray.train, "get_checkpoint", lambda: None)
-    config = {"run": RUN, "checkpoint_dir": tmp_path / "killed"}
-    assert script.load_latest(*build(), config)["epoch"] == 0
-    said = capsys.readouterr().out
-    assert said == "starts anew: killed holds no checkpoint yet\n"
-
-
 @BOTH
-def test_the_checkpoint_of_a_run_with_other_settings_is_left_alone(
-    path, tmp_path, monkeypatch
-):
-    before = saved()
-    file_of(path, tmp_path).write_bytes(before)
+def test_the_checkpoint_of_a_run_with_other_settings_is_left_alone(name, load):
     with pytest.raises(BadInput, match=r"with --lr 0.1, and this one has --lr 0.2"):
-        load(scripts.load(path), tmp_path, monkeypatch, RUN | {"--lr": 0.2})
-    assert file_of(path, tmp_path).read_bytes() == before
+        load(saved(), RUN | {"--lr": 0.2})
 
 
-@pytest.mark.parametrize("mistake", [AttributeError, NameError, AssertionError])
-def test_a_mistake_of_ours_is_not_called_damage(mistake):
-    with pytest.raises(mistake), checkpoint_files.explain_reading("checkpoint.pt"):
-        raise mistake("of ours")
-
-
-def test_checkpoints_are_loaded_as_data_only():
+def test_checkpoints_are_loaded_as_data_and_to_the_cpu():
+    """Else they may run code, and all ranks load to the GPU of the one that saved."""
     for path in scripts.ROOT.glob("0[12]*/train_*.py"):
         calls = [
-            {k.arg: ast.literal_eval(k.value) for k in node.keywords if k.arg != "f"}
+            {k.arg: ast.literal_eval(k.value) for k in node.keywords}
             for node in ast.walk(ast.parse(path.read_text()))
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load"
         ]
         assert calls
         assert all(call["weights_only"] is True for call in calls)
+        assert all(call["map_location"] == "cpu" for call in calls)
 
 
-@pytest.mark.parametrize(
-    "path", sorted(scripts.ROOT.glob("0*/train_*.py")), ids=lambda path: path.name
-)
-def test_help_is_the_first_line_and_every_option(path, monkeypatch, capsys):
+@EACH
+def test_help_is_the_first_line_and_every_option(name, monkeypatch, capsys):
+    path = SCRIPTS[name]
     monkeypatch.setattr(sys, "argv", [path.name, "--help"])
     with pytest.raises(SystemExit):
         scripts.load(path).main()
     out = capsys.readouterr().out
     assert scripts.load(path).__doc__.splitlines()[0][:40] in out
     assert {"--checkpoint-dir", "--fresh", "--smoke-test"} <= set(out.split())
-
-
-@pytest.mark.weekly  # tests/test_command_line.py, in every change
-def test_under_torchrun_the_sentence_is_the_last_thing_one_reads():
-    """Said once, in torchrun's summary."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc_per_node=2", scripts.TRAIN_DDP.name]
-    done = subprocess.run(
-        [*command, "--dataset", "digitz"],
-        cwd=scripts.TRAIN_DDP.parent,
-        env=scripts.environment(),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
-    assert done.returncode == 1
-    last = [line for line in done.stderr.splitlines() if line.strip("= ")][-1]
-    assert "train_ddp.py: There is no dataset 'digitz': choose one of" in last

@@ -1,7 +1,5 @@
 """Sharded checkpoints: killed workers, full disks, what cannot be resumed from."""
 
-import contextlib
-import io
 import os
 import re
 import resource
@@ -17,15 +15,12 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from ray.train import WorkerGroupError
 
 from tests import scripts, sharding
-from tests.patience import PATIENCE, wait_until
-from utils import settings, torchrun_or_ray, zero
+from tests.waiting import TIMEOUT_S, wait_until
+from utils import zero
 from utils.errors import BadInput
 from utils.launch import run_ranks
-
-pytestmark = pytest.mark.part03
 
 FSDP2, DEEPSPEED = sharding.TRAIN_FSDP2, sharding.TRAIN_DEEPSPEED
 STEPS = 40  # so that the kill, after the fifth, comes before the end
@@ -64,7 +59,7 @@ def kill_one(job: subprocess.Popen, workers: Callable, saved: Callable) -> str:
     """SIGKILL to the last worker of a job that has saved; returns what the job prints."""
     wait_until(saved, job, lambda: job.stdout.read()[-3000:] if job.poll() else "")
     workers(psutil.Process(job.pid))[-1].kill()
-    output, _ = job.communicate(timeout=PATIENCE)
+    output, _ = job.communicate(timeout=TIMEOUT_S)
     assert job.returncode == 0, output[-3000:]
     return output
 
@@ -78,7 +73,7 @@ def kill_one(job: subprocess.Popen, workers: Callable, saved: Callable) -> str:
             [],
             scripts.workers_of_ray,
             id="FSDP2, Ray",
-            marks=[pytest.mark.weekly, pytest.mark.xdist_group("ray")],
+            marks=[pytest.mark.weekly, pytest.mark.ray],
         ),
         pytest.param(DEEPSPEED, TORCHRUN, psutil.Process.children, id="ZeRO, torchrun"),
     ],
@@ -145,33 +140,48 @@ def fill_the_disk() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16))
 
 
-def test_a_full_disk_is_a_sentence_on_all_ranks_and_leaves_what_was_saved(tmp_path):
-    """On the disk of rank 1 alone, for FSDP2's checkpoint."""
+@pytest.mark.parametrize("background", [False, True], ids=["at once", "background"])
+def test_a_full_disk_is_a_sentence_on_all_ranks_and_leaves_what_was_saved(
+    background, tmp_path
+):
+    """On the disk of rank 1 alone."""
 
-    def save() -> tuple[list[str], Path]:
-        script, said = scripts.load(FSDP2), []
+    def save() -> tuple[str, Path]:
+        script = scripts.load(FSDP2)
         model, optimizer = build_fsdp2()
-        script.save_checkpoint(model, optimizer, 5, 12, tmp_path)
+        group = dist.new_group(backend="gloo") if background else None
+        args = Namespace(checkpoint_dir=tmp_path, keep=2)
+
+        def save_step(step: int) -> None:
+            trained = model, optimizer, step, 12, tmp_path
+            script.finish(script.save_checkpoint(*trained, background=group), args)
+
+        save_step(5)
         if dist.get_rank() == 1:
             fill_the_disk()
         with pytest.raises(BadInput, match="cannot be written") as error:
-            script.save_checkpoint(model, optimizer, 10, 12, tmp_path)
-        said.append(str(error.value))
-        if dist.get_rank() == 0:
-            fill_the_disk()
-            with pytest.raises(BadInput, match="cannot be written") as error:
-                script.export(model, tmp_path / "model.pt")
-            said.append(str(error.value))
-        else:
-            script.export(model, tmp_path / "model.pt")
-        return said, script.last_checkpoint(tmp_path)
+            save_step(10)
+        return str(error.value), script.last_checkpoint(tmp_path)
 
     (first, found), (second, _) = run_ranks(save, 2)
-    assert first[0] == second[0]
-    assert first[0].startswith(f"{tmp_path / 'step-000010'} cannot be written (")
-    assert first[1].startswith(f"{tmp_path / 'model.pt'} cannot be written (")
+    named = tmp_path if background else tmp_path / "step-000010"
+    assert first.startswith(f"{named} cannot be written (")
+    assert second.startswith(f"{named} cannot be written (")
     assert found == tmp_path / "step-000005"
-    assert not list(tmp_path.glob("*model.pt*"))
+
+
+def test_an_export_to_a_full_disk_leaves_no_file(tmp_path):
+    def export() -> None:
+        model, _ = build_fsdp2()
+        if dist.get_rank() == 0:  # which alone writes it
+            fill_the_disk()
+        scripts.load(FSDP2).export(model, tmp_path / "model.pt")
+
+    with pytest.raises(
+        RuntimeError, match=r"BadInput: .*model.pt cannot be written \("
+    ):
+        run_ranks(export, 2, timeout=TIMEOUT_S)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -207,7 +217,7 @@ def test_a_full_disk_of_one_rank_ends_zero_with_a_sentence(tmp_path):
     with pytest.raises(
         RuntimeError, match=r"rank 1 .*BadInput: .*10 cannot be written"
     ):
-        run_ranks(save, 2, timeout=PATIENCE)
+        run_ranks(save, 2, timeout=TIMEOUT_S)
     assert (tmp_path / "latest").read_text() == "step-000005"
 
 
@@ -277,23 +287,6 @@ def test_what_cannot_be_resumed_from_is_said(tmp_path):
         )
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_mistake_of_ours_is_no_damaged_checkpoint(tmp_path, monkeypatch):
-    """It keeps its own error, and so its traceback."""
-
-    class Engine:
-        def load_checkpoint(self, folder, tag):
-            return self.misspelt
-
-    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
-    with pytest.raises(AttributeError, match="misspelt"):
-        scripts.load(DEEPSPEED).load_checkpoint(Engine(), tmp_path)
-    fsdp2 = scripts.load(FSDP2)
-    monkeypatch.setattr(fsdp2, "state_of", lambda *_: None)
-    with pytest.raises(AttributeError):
-        fsdp2.load_checkpoint(None, None, 12, tmp_path)
-
-
 def test_a_checkpoint_of_another_world_size_says_how_to_convert(tmp_path, monkeypatch):
     for rank in range(2):
         (tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
@@ -307,98 +300,14 @@ def test_a_checkpoint_of_another_world_size_says_how_to_convert(tmp_path, monkey
     zero.check_world_size(tmp_path, 3)
 
 
-@pytest.mark.slow
-def test_a_finished_run_starts_again_and_ends_well(tmp_path):
-    """It evaluates, says so, and leaves its checkpoints alone; asked for less, too."""
-
-    def train(script: Path, steps: int) -> tuple[dict, str]:
-        sys.argv = [script.name, "--smoke-test", "--batch-size", "4"]
-        sys.argv += ["--steps", str(steps)]
-        sys.argv += ["--checkpoint-dir", str(tmp_path / script.stem)]
-        module = scripts.load(script)
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
-            report = module.train(args := module.parse_args())
-            torchrun_or_ray.end(args, report)
-        return report, printed.getvalue()
-
-    def again() -> list:
-        dist.init_process_group("gloo")
-        scripts_ = (FSDP2, DEEPSPEED)
-        return [[train(script, steps) for steps in (2, 2, 1)] for script in scripts_]
-
-    for (first, _), *later in run_ranks(again, 2)[0]:
-        assert len(first["losses"]) == 2
-        for report, said in later:
-            assert report["losses"] == [] and report["first_step"] == 2
-            assert report["test_loss"] == first["test_loss"]
-            assert "nothing is left to train after step 2 of train_" in said
-            assert f"test loss {report['test_loss']:.3f}" in said
-
-
-def test_folders_are_written_to_before_training(tmp_path, monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    args = Namespace(fresh=False, num_workers=None, export=tmp_path / "new" / "m.pt")
-    args.checkpoint_dir = tmp_path
-    torchrun_or_ray.check_launch(args)
-    (tmp_path / "a file").touch()
-    args.export = tmp_path / "a file" / "model.pt"
-    with pytest.raises(BadInput, match="cannot be written to"):
-        torchrun_or_ray.check_launch(args)
-
-
-def call(
-    script: Path, monkeypatch, *flags, rank: str | None = "0", mode: str = "smoke"
-):
-    """Call the script's `main` in this process, as if rank 0, or without a launcher."""
-    monkeypatch.setenv("WORKSHOP_MODE", mode)
-    monkeypatch.delenv("RANK", raising=False)
-    if rank:
-        monkeypatch.setenv("RANK", rank)
-    monkeypatch.setattr(sys, "argv", [script.name, *map(str, flags)])
-    scripts.load(script).main()
-
-
-@pytest.mark.parametrize("script", [FSDP2, DEEPSPEED], ids=lambda path: path.stem)
-def test_how_a_script_was_called_is_checked_first(script, tmp_path, monkeypatch):
-    def said(*flags, **how) -> str:
-        try:
-            call(script, monkeypatch, *flags, **how)
-        except BadInput as error:
-            return str(error)
-        pytest.fail("nothing was wrong")
-
-    assert "start me with torchrun" in said(rank=None)
-    assert "auto, smoke and full" in said(mode="fast")
-    assert "--steps: it is 0, but has to be" in said("--steps", 0)
-    assert "--lr: it is 0, but has to be a number above 0" in said("--lr", 0)
-    assert "--clip: it is -1, but has to be a number above 0" in said("--clip=-1")
-    assert "leave out one of them" in said("--num-workers", 2)
-    (tmp_path / "step-000005").mkdir()
-    folder = ["--checkpoint-dir", tmp_path]
-    assert "is not empty, and --fresh starts" in said(*folder, "--fresh")
-    if script == FSDP2:
-        assert "needs a GPU to offload from" in said("--offload")
-    else:
-        assert "--export needs --checkpoint-dir" in said("--export", "model.pt")
-
-
-@pytest.mark.parametrize("script", [FSDP2, DEEPSPEED], ids=lambda path: path.stem)
-def test_what_a_worker_of_ray_finds_is_what_the_script_raises(
-    script, monkeypatch, tmp_path
-):
-    """All nodes are asked for its folders before that."""
-
-    def fit(trainer):
-        raise WorkerGroupError("failed", {1: BadInput("a sentence")})
-
-    asked = []
-    monkeypatch.setattr("utils.cluster.start_ray", lambda num_workers, **_: None)
-    monkeypatch.setattr("utils.preflight.check_shared", asked.append)
-    monkeypatch.setattr("ray.train.torch.TorchTrainer.fit", fit)
-    arguments = ["--num-workers", 2, "--checkpoint-dir", tmp_path]
-    with pytest.raises(BadInput, match=r"^a sentence$"):
-        call(script, monkeypatch, *arguments, rank=None)
-    assert asked == [settings.storage_path(), tmp_path]
+def test_a_converted_checkpoint_is_not_exported(tmp_path):
+    """It lacks what DeepSpeed's own export reads; a step of training saves it again."""
+    converted = tmp_path / "step-000009-universal"
+    (converted / "zero").mkdir(parents=True)
+    with pytest.raises(
+        BadInput, match="step-000009-universal was converted, and --exp"
+    ):
+        zero.check_exportable(converted)
 
 
 @pytest.mark.parametrize("script", [FSDP2, DEEPSPEED], ids=lambda path: path.stem)

@@ -30,18 +30,18 @@ _REFUSALS = (
 )
 
 
-def check_writable(folder: Path, mend: str = "name another") -> None:
+def check_writable(folder: Path, hint: str = "name another") -> None:
     """Create `folder` if needed, and check now, not after an epoch, that it can be written.
 
     Raises:
-        BadInput: it cannot be created or written to; says so, and to `mend` it.
+        BadInput: it cannot be created or written to; says so, and the `hint` what to do.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise BadInput(
-            f"The folder {folder} cannot be written to ({error.strerror}): {mend}."
+            f"The folder {folder} cannot be written to ({error.strerror}): {hint}."
         ) from error
 
 
@@ -82,24 +82,19 @@ def explain_writing(path: Path | str) -> Iterator[None]:
     what failed on each rank, as text.
 
     Raises:
-        BadInput: as `cannot_write`.
+        BadInput: `path`, a checkpoint or a result, was not written; says why.
     """
     try:
         yield
     except BadInput:
         raise  # has its sentence
     except BaseException as error:
-        if _reason(error):
-            raise cannot_write(path, error) from error
-        raise
-
-
-def cannot_write(path: Path | str, error: BaseException) -> BadInput:
-    """Return a BadInput that says why `path`, a checkpoint or a result, was not written."""
-    return BadInput(
-        f"{path} cannot be written ({_reason(error) or error}): name a folder that is "
-        "writable and has room. What was saved before is untouched."
-    )
+        if not (reason := _reason(error)):
+            raise
+        raise BadInput(
+            f"{path} cannot be written ({reason}): name a folder that is writable and has "
+            "room. What was saved before is untouched."
+        ) from error
 
 
 @contextlib.contextmanager
@@ -114,7 +109,7 @@ def explain_reading(path: str | Path) -> Iterator[None]:
         BadInput: the checkpoint is damaged or of another model, is not there, or cannot
             be read.
     """
-    mend = "name another folder, or delete it."
+    hint = "name another folder, or delete it."
     try:
         yield
     except FileNotFoundError as error:
@@ -122,17 +117,17 @@ def explain_reading(path: str | Path) -> Iterator[None]:
             f"This worker does not see {path}: name a folder that all nodes share."
         ) from error
     except OSError as error:
-        raise BadInput(f"{path} cannot be read ({error.strerror}): {mend}") from error
+        raise BadInput(f"{path} cannot be read ({error.strerror}): {hint}") from error
     except (EOFError, pickle.UnpicklingError) as error:
         raise BadInput(
-            f"{path} is damaged, or was not written by torch.save: {mend}"
+            f"{path} is damaged, or was not written by torch.save: {hint}"
         ) from error
     except (RuntimeError, ValueError, LookupError, TypeError) as error:
         if _is_of_the_machine(error):
             raise
         reason = f"{type(error).__name__}: {error}".strip().splitlines()[-1].strip()
         raise BadInput(
-            f"The checkpoint {path} is damaged or of another model ({reason}): {mend}"
+            f"The checkpoint {path} is damaged or of another model ({reason}): {hint}"
         ) from error
 
 
@@ -168,7 +163,8 @@ def check_global_batch(saved: int, now: int) -> None:
     if saved != now:
         raise BadInput(
             f"The checkpoint was trained with a global batch of {saved}, and now it is "
-            f"{now}: set --batch-size so that all workers and passes together make {saved}."
+            f"{now}: set --batch-size so that all workers and gradient accumulation steps "
+            f"together make {saved}."
         )
 
 
@@ -197,8 +193,8 @@ def _reason(error: BaseException | None) -> str | None:
             return os.strerror(error.errno)
     known = "|".join(map(os.strerror, _REFUSALS))
     for text in map(str, errors):
-        if said := re.search(known, text):
-            return said[0]
+        if found := re.search(known, text):
+            return found[0]
         if "inline_container.cc" in text:  # there torch.save comes up short
             return "is the disk full?"
     return None

@@ -34,7 +34,7 @@ class Parser(argparse.ArgumentParser):
         add = self.add_argument
         add("--batch-size", type=count, default=batch_size, help="per worker")
         add("--lr", type=positive, default=lr, help="of AdamW")
-        add("--seed", type=int, default=0, help="of weights, order and noise")
+        add("--seed", type=int, default=0, help="of weights, order and random numbers")
         folder = "save there, and go on from the newest checkpoint in it"
         add("--checkpoint-dir", type=local_path, help=folder)
         add("--fresh", action="store_true", help="refuse a folder that holds something")

@@ -1,4 +1,4 @@
-"""The random number generators of all ranks: seeded apart, saved and restored together.
+"""The random number generators of all ranks: seeded by rank, saved and restored together.
 
 What is drawn while a model trains (dropout, augmentation) has to differ between ranks,
 and to go on after a restart where it was. Not so in processes of a DataLoader, which draw
@@ -21,10 +21,10 @@ def seed_rank(seed: int) -> None:
 
 
 def seed_loader(loader, seed: int, epoch: int, first: int = 0) -> None:
-    """Seed what the processes of a DataLoader draw, by rank and epoch; call it before each.
+    """Seed the generator of a DataLoader by rank and epoch; call it before each epoch.
 
-    They draw from numbers that the loader's own generator gives them. A new one always
-    starts with the same number, so that all ranks would augment alike.
+    It seeds the loader's processes, which augment. A new generator always starts with the
+    same number, so that all ranks would augment alike.
 
     Args:
         loader: made with `generator=torch.Generator()`, and without persistent workers.

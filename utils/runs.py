@@ -1,4 +1,4 @@
-"""A run in the folder of its checkpoints: what is there, whose it is, and what is kept.
+"""The folder of a run: which checkpoint is the newest, who saves there, what is kept.
 
 A checkpoint is a file or a folder named after the steps done, as in `step-000050.pt`.
 """
@@ -48,8 +48,8 @@ def prepare(folder: Path, fresh: bool, script: str | None = None) -> None:
     Args:
         folder: of the run's checkpoints.
         fresh: whether it may not hold anything yet.
-        script: the name of the one that will `claim` the folder; None: as with Ray Train,
-            each script has a folder of its own in there.
+        script: its name, if it saves in this very folder, and calls `claim`. With Ray
+            Train each script has a folder of its own in there: None.
 
     Raises:
         BadInput: it holds something and should not, it is another script's, or it cannot
@@ -124,10 +124,10 @@ def check_same(checkpoint: Path, saved: dict | None, now: dict | None) -> None:
     """
     saved, now = saved or {}, now or {}
     names = sorted(saved.keys() | now.keys())
-    apart = [n for n in names if saved.get(n) != now.get(n)]
-    if apart:
-        was = ", ".join(f"{name} {saved.get(name)}" for name in apart)
-        wanted = ", ".join(f"{name} {now.get(name)}" for name in apart)
+    different = [n for n in names if saved.get(n) != now.get(n)]
+    if different:
+        was = ", ".join(f"{name} {saved.get(name)}" for name in different)
+        wanted = ", ".join(f"{name} {now.get(name)}" for name in different)
         raise BadInput(
             f"{checkpoint} is of a run with {was}, and this one has {wanted}: use the same "
             "settings to go on from it, or name another folder. Nothing was changed."
