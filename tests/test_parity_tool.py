@@ -15,10 +15,9 @@ import torch
 import torch.distributed as dist
 
 from tests import odd_programs
-from tests.patience import PATIENCE
 from tests.programs import Classifier, Program, training
-from tests.readme import typed
 from tests.tools.notebooks import ROOT
+from tests.waiting import TIMEOUT_S
 from utils import launch, parity
 
 assert launch  # its server of processes has torch in memory already
@@ -486,17 +485,16 @@ def run_in(folder: Path, command: list[str], **env: str) -> str:
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     run = subprocess.run(
         command, cwd=folder, env=kept | env, capture_output=True, text=True,
-        timeout=PATIENCE,
+        timeout=TIMEOUT_S,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     return run.stdout
 
 
 @pytest.mark.weekly
-@pytest.mark.runs("python -m utils.parity docs/my_training.py")
 def test_the_command_of_the_readme():
-    command = typed("python -m utils.parity docs/my_training.py")
-    out = subprocess.check_output(command, cwd=ROOT, text=True, timeout=PATIENCE)
+    command = ["python", "-m", "utils.parity", "docs/my_training.py"]
+    out = subprocess.check_output(command, cwd=ROOT, text=True, timeout=TIMEOUT_S)
     assert "2 workers train like one process" in out
     assert "3 workers train like one process" in out
 
