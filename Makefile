@@ -66,7 +66,7 @@ test-all: $(READY) ## run what gates a change: all main lines, parity, kills, ba
 	@$(PYTEST) --nbval -m "not weekly"
 
 # With side trips and electives: tests/test_offline.py executes whole notebooks.
-test-weekly: electives .venv-weekly/.ready ## run what is long and rarely breaks, and the electives (an hour)
+test-weekly: electives .venv-weekly/.ready ## run what is long and rarely breaks, and the electives (over an hour)
 	@$(PYTEST) tests -m weekly -o timeout=3600 -o faulthandler_timeout=3660
 
 # A browser's driver, JupyterHub and uv, for weekly tests and nothing else.
