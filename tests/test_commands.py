@@ -90,8 +90,12 @@ def test_tour_prints_what_was_proved(two_notebooks, capsys):
 
 def test_record_saves_outputs_and_leaves_a_notebook_that_fails_as_it_was(two_notebooks):
     good, bad = two_notebooks
+    edited = nbformat.read(good, as_version=4)
+    edited.cells[1].metadata["execution"] = {"iopub.execute_input": "2026-01-01"}
+    nbformat.write(edited, good)
     record([good])
     recorded = nbformat.read(good, as_version=4)
+    assert "execution" not in recorded.cells[1].metadata
     assert recorded.cells[1].execution_count == 1
     assert navigation(good) in recorded.cells[-1].source
     before = bad.read_bytes()

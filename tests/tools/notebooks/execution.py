@@ -97,6 +97,8 @@ def record(paths: list[Path]) -> None:
         notebook = execute(path, RECORDING_ENVIRONMENT)
         without_traceback(notebook)
         without_widgets(notebook)
+        for cell in notebook.cells:  # when JupyterLab last ran it (docs/lab)
+            cell.metadata.pop("execution", None)
         with_navigation(path, notebook)
         notebook.metadata = nbformat.from_dict(
             {
