@@ -1,6 +1,6 @@
 """Train ResNet-18 with Ray Train on images that Ray Data streams from Parquet files.
 
-    python train_ray_ddp_with_ray_data.py --data-size-gb 1 --num-epochs 2 --num-workers 2
+    python train_ray_ddp_with_ray_data.py --data-size-gb 0.25 --num-epochs 2 --num-workers 2
     python train_ray_ddp_with_ray_data.py --data-path s3://bucket/folder --num-workers 8
 
 With --checkpoint-dir the same command goes on after the last whole epoch, also when a
