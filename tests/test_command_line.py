@@ -1,16 +1,15 @@
 """utils.command_line: what is wrong with a command line is one sentence, printed last."""
 
-import argparse
-import contextlib
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.waiting import TIMEOUT_S
-from utils import command_line, runs
+from utils import command_line, settings
 from utils.errors import BadInput
 
 
@@ -22,7 +21,8 @@ from utils.errors import BadInput
         ("--lr 0", "--lr: it is 0, but has to be a number above 0."),
         ("--lr nan", "--lr: it is nan, but has to be a number above 0."),
         ("--lr fast", "--lr: it is fast, but has to be a number above 0."),
-        ("--fresh", "--fresh needs --checkpoint-dir: name the folder to start in."),
+        (f"--seed {'9' * 30}", "has to be a whole number from 0 to 999999999."),
+        ("--seed=-1", "--seed: it is -1, but has to be a whole number from 0"),
         ("--checkpoint-dir s3://a", "s3://a is an address: name a path"),
         ("--epoch-count 3", "unrecognized arguments: --epoch-count"),
     ],
@@ -34,62 +34,14 @@ def test_a_wrong_command_line_is_a_sentence(arguments, sentence):
         parser.parse_args(arguments.split())
 
 
-def test_smoke_test_sets_the_mode(monkeypatch):
+def test_smoke_test_is_handed_down_and_sets_nothing(monkeypatch):
     monkeypatch.setenv("WORKSHOP_MODE", "full")
-    assert command_line.Parser("A script.").parse_args(["--smoke-test"]).smoke_test
-    assert os.environ["WORKSHOP_MODE"] == "smoke"
-
-
-@pytest.mark.parametrize("restarts", ["0", "1"])
-def test_fresh_refuses_what_another_run_saved_and_not_what_this_one_did(
-    restarts, tmp_path, monkeypatch
-):
-    """After a restart by torchrun its own checkpoints are there. (A node that joins is no
-    restart that torchrun counts.) Another script is refused in any case."""
-    monkeypatch.setattr(sys, "argv", ["train_ddp.py"])
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
-    args = argparse.Namespace(checkpoint_dir=tmp_path, fresh=True)
-    command_line.prepare_folder(args)
-    runs.claim(tmp_path, "train_ddp.py", None)
-    (tmp_path / "step-000022.pt").touch()
-    refused = pytest.raises(BadInput, match="is not empty, and --fresh")
-    with contextlib.nullcontext() if restarts == "1" else refused:
-        command_line.prepare_folder(args)
-    monkeypatch.setattr(sys, "argv", ["train_fsdp2.py"])
-    args.fresh = False
-    with pytest.raises(BadInput, match=r"holds checkpoints of train_ddp\.py"):
-        command_line.prepare_folder(args)
-    monkeypatch.setenv("RANK", "1")
-    command_line.prepare_folder(args)  # rank 0 alone speaks
-
-
-@pytest.mark.parametrize(
-    ("folder", "path", "sentence"),
-    [
-        (None, None, "nothing was saved, as --checkpoint-dir names no folder"),
-        (
-            None,
-            "a/b",
-            "the last checkpoint is in a/b, but the same command starts anew",
-        ),
-        ("runs", "a/b", "saved, and the same command goes on from there"),
-    ],
-)
-def test_a_stopped_run_of_ray_says_what_was_saved(folder, path, sentence, capsys):
-    result = argparse.Namespace(return_value={"epoch": 1, "images": 64})
-    result.checkpoint = path and argparse.Namespace(path=path)
-    with pytest.raises(SystemExit):
-        command_line.end_run(result, 3, folder)
-    assert f"stopped in epoch 2: {sentence}" in capsys.readouterr().out
-
-
-def test_thirty_people_who_start_together_get_thirty_runs(tmp_path, monkeypatch):
-    """On one disk, within the same second."""
-    monkeypatch.setenv("WORKSHOP_STORAGE", str(tmp_path))
-    monkeypatch.setattr(command_line.time, "strftime", lambda _: "now")
-    names = {command_line.new_run(argparse.Namespace())[0] for _ in range(30)}
-    assert len(names) == len(list(tmp_path.iterdir())) == 30
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    args = command_line.Parser("A script.").parse_args(["--smoke-test"])
+    assert settings.device(args.smoke_test).type == "cpu"
+    assert settings.num_workers(args.smoke_test) == 2
+    assert (settings.mode(), settings.num_workers()) == ("full", 8)
 
 
 SCRIPT = """import os, signal, sys
@@ -130,9 +82,10 @@ def start(tmp_path):
 
 
 def test_a_script_ends_with_the_sentence(start):
-    said = start(ALONE, "command_line.Parser('A script.').parse_args(['--fresh'])")
+    said = start(ALONE, "command_line.Parser('A script.').parse_args(['--keep', '0'])")
     assert said == [
-        "a_script.py: --fresh needs --checkpoint-dir: name the folder to start in."
+        "a_script.py: argument --keep: it is 0, but has to be a whole number, and at "
+        "least 1."
     ]
 
 

@@ -18,15 +18,16 @@ BATCH_SIZE, ACCUMULATION, CLIP = zero_config.OPTIONS
     ("flags", "expected", "stage"),
     [
         ([], [16, 1, 1.0], 3),  # what the file says
-        (["--batch-size=6", "--gradient-accumulation-steps=2"], [6, 2, 1.0], 3),
+        (["--batch-size=6", "--accumulate=2"], [6, 2, 1.0], 3),
         (["--clip=0.5", "--stage=0"], [16, 1, 0.5], 0),
     ],
 )
 def test_options_of_the_script_replace_keys_of_the_file(
     flags, expected, stage, monkeypatch
 ):
-    monkeypatch.setattr("sys.argv", ["train_deepspeed.py", "--smoke-test", *flags])
-    config = scripts.load(sharding.TRAIN_DEEPSPEED).parse_args().engine_config
+    monkeypatch.setattr("sys.argv", ["train_deepspeed.py", "--num-workers=2", *flags])
+    script = scripts.load(sharding.TRAIN_DEEPSPEED)
+    config = script.parse_args().ds_config
     assert [config[key] for key in (BATCH_SIZE, ACCUMULATION, CLIP)] == expected
     assert config["zero_optimization"] == {"stage": stage}
     assert config["bf16"] == {"enabled": False}  # and the rest stays

@@ -1,12 +1,10 @@
 """utils.failures: what ends a run, and the sentence of a worker that says how to fix it."""
 
 import contextlib
-import json
 
 import pyarrow as pa
 import pytest
 import ray
-import torch
 from ray.train import ControllerError, WorkerGroupError
 
 from utils import failures
@@ -116,44 +114,3 @@ def test_only_what_a_task_could_not_read_has_the_data_read_again(
         with failures.in_a_sentence(lambda: again.append(True)):
             raise WorkerGroupError("failed", {0: error})
     assert again == [True] * read
-
-
-def test_a_killed_first_save_is_removed_and_nothing_else(tmp_path):
-    """Ray has no list then; with one, tests/test_stopping.py removes what it lacks."""
-    (tmp_path / "checkpoint_1").mkdir()
-    (tmp_path / "checkpoint_1" / "checkpoint.pt").write_bytes(b"half")
-    (tmp_path / ".saving-1").mkdir()
-    (tmp_path / ".saving-1" / "checkpoint.pt").write_bytes(b"half")
-    (tmp_path / "stop").touch()
-    whole = tmp_path / "checkpoint_2"
-    whole.mkdir()
-    torch.save({}, whole / "checkpoint.pt")  # of a run whose list somebody lost
-    failures.remove_cut_off(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"stop", "checkpoint_2"}
-    failures.remove_cut_off(tmp_path / "not there")
-
-
-@pytest.mark.parametrize("found", [True, False])
-def test_a_list_of_checkpoints_that_does_not_fit_is_a_sentence(found, tmp_path):
-    """As where somebody deleted a checkpoint that a sentence had called damaged."""
-    if found:
-        (tmp_path / "checkpoint_2").mkdir()
-    gone = {"checkpoint_dir_name": "checkpoint_1", "metrics": {}}
-    state = {"ray_version": ray.__version__, "current_report_index": 1}
-    state |= {"checkpoint_results": [gone], "checkpoint_report_indices": [0]}
-    for name in ("pending_training_results", "pending_validation_specs"):
-        state[name] = []
-    for name in ("validated", "timed_out_validation", "failed_validation"):
-        state[f"{name}_checkpoint_dir_names"] = []
-    cut_off = json.dumps(state)[:-1]
-    for text, cause in (
-        (json.dumps(state), "not exist anymore"),
-        (json.dumps({"ray_version": "2.1.0"}), "saved with Ray version 2.1.0"),
-        (cut_off, "Expecting"),
-    ):
-        (tmp_path / "checkpoint_manager_snapshot.json").write_text(text)
-        with pytest.raises(BadInput, match=r"fit \(.*or delete .* to") as problem:
-            failures.remove_cut_off(tmp_path)
-        assert cause in str(problem.value)
-        assert str(problem.value).count(". ") == 0  # one sentence
-    assert (tmp_path / "checkpoint_2").exists() == found

@@ -3,37 +3,43 @@
 import re
 import subprocess
 import sys
-from argparse import Namespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests import scripts
 from tests.waiting import TIMEOUT_S
-from utils import runs
 from utils.errors import BadInput
+from utils.runs import Run
 
 
-def test_a_checkpoint_is_written_whole_or_not_at_all(small_disk, monkeypatch):
+def test_a_checkpoint_is_written_whole_or_not_at_all(small_disk):
     """torch.save raises a RuntimeError of its own after the error of the disk."""
-    train_ddp = scripts.load(scripts.TRAIN_DDP)
-    monkeypatch.setattr(train_ddp.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(train_ddp.generators, "states", bytes)
-    args = Namespace(checkpoint_dir=small_disk, run={}, keep=2)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    script = scripts.load(scripts.TRAIN_DDP)
 
-    def save(width: int, steps: int) -> None:
-        model = torch.nn.Linear(width, width)
-        optimizer = torch.optim.AdamW(model.parameters())
-        train_ddp.save_checkpoint(args, model, optimizer, {"steps": steps})
+    def save(width: int, epochs: int) -> None:
+        # another model would not load
+        how = script.save_checkpoint, lambda *_: None
+        run, model = Run(small_disk, "train_ddp", *how), torch.nn.Linear(width, width)
+        run.resume(model, torch.optim.AdamW(model.parameters()))
+        for _ in run.epochs(epochs):
+            run.steps += 1
+            run.done(1.0)
 
     save(100, 1)
-    (path,) = small_disk.iterdir()
+    path = small_disk / "train_ddp-000001" / "checkpoint.pt"
     before = path.read_bytes()
-    with pytest.raises(BadInput, match=r"No space left.*What was saved before") as said:
+    with pytest.raises(
+        BadInput, match=r"cannot be written.*What was saved before"
+    ) as said:
         save(2000, 2)  # 16 MB
-    assert str(small_disk / "step-000002.pt") in str(said.value)
+    assert str(small_disk / "train_ddp-000002") in str(said.value)
+    save(100, 1)  # the next start removes what did not fit
     assert path.read_bytes() == before
-    assert list(small_disk.iterdir()) == [path]
+    assert {each.name for each in small_disk.iterdir()} == {".lock", path.parent.name}
+    dist.destroy_process_group()
 
 
 def launch(command: list, path, *arguments) -> str:
@@ -66,8 +72,8 @@ def test_the_second_checkpoint_of_shards_does_not_fit(small_disk):
     last = launch(TORCHRUN, script, *arguments, "--checkpoint-dir", small_disk)
     # torch does not always say that it is the disk
     says = r"cannot be written \((No space left.*|is the disk full\?)\): name a folder"
-    assert re.search(rf"train_fsdp2\.py: {small_disk}/step-000002 {says}", last)
-    assert len(list(small_disk.glob("step-*/.metadata"))) == 1
+    assert re.search(rf"train_fsdp2\.py: {small_disk}/train_fsdp2-000002 {says}", last)
+    assert len(list(small_disk.glob("train_fsdp2-*/.metadata"))) == 1
 
 
 # In every change: the first test, and torchrun's summary in tests/test_command_line.py.
@@ -75,8 +81,8 @@ def test_the_second_checkpoint_of_shards_does_not_fit(small_disk):
 def test_under_torchrun_the_last_line_is_the_sentence(small_disk):
     arguments = ["--epochs", 1, "--batch-size", 700, "--checkpoint-dir", small_disk]
     last = launch(TORCHRUN, scripts.TRAIN_DDP, *arguments)
-    assert re.search(rf"train_ddp\.py: {small_disk}/step-\d+\.pt {SENTENCE}", last)
-    assert [path.name for path in small_disk.iterdir()] == [runs.OWNER]
+    assert re.search(rf"train_ddp\.py: {small_disk}/train_ddp-\d+ {SENTENCE}", last)
+    assert not list(small_disk.glob("train_ddp-*"))
 
 
 @pytest.mark.weekly  # torchrun's, above, in every change

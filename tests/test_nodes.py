@@ -148,7 +148,7 @@ def two_nodes(tmp_path_factory) -> Iterator[Cluster]:
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     """Return those of the last checkpoint of a run of train_ray_ddp.py."""
-    *_, file = sorted(folder.rglob("checkpoint.pt"))
+    *_, file = sorted(folder.glob("checkpoint_*/checkpoint.pt"))
     return torch.load(file, weights_only=True)["model"]
 
 
@@ -194,7 +194,7 @@ def wait_for(true: Callable[[], object], run: Run) -> None:
 
 def has_checkpoint(folder: Path) -> bool:
     """Return whether a run of train_ray_ddp.py has one that its controller noted."""
-    noted = folder / "train_ray_ddp" / "checkpoint_manager_snapshot.json"
+    noted = folder / "checkpoint_manager_snapshot.json"
     return noted.exists() and "checkpoint_2" in noted.read_text()
 
 
@@ -221,8 +221,8 @@ def test_a_folder_that_nodes_do_not_share_is_refused_in_one_sentence(two_nodes):
 
 
 SCRIPTS: dict[str, tuple[Callable[[Path], list], list[str]]] = {
-    "ddp": (train_ray_ddp, ["epoch 1: loss", "epoch 2: loss"]),
-    "data": (with_data, ["epoch 1: loss"]),
+    "ddp": (train_ray_ddp, ["epoch 1/2: loss", "epoch 2/2: loss"]),
+    "data": (with_data, ["epoch 1/1: loss"]),
     "fsdp2": (lambda folder: part03("train_fsdp2.py", folder), []),
     "deepspeed": (lambda folder: part03("train_deepspeed.py", folder), []),
 }
@@ -236,11 +236,9 @@ def test_a_script_trains_on_two_nodes_with_a_line_per_epoch(two_nodes, script):
     assert err == ""
     started, *_, last = out.splitlines()
     assert started.startswith("Ray 2.") and "with 3 node(s), 2 logical CPUs" in started
-    ends = (
-        "Trained. The last checkpoint is in " if epochs else "steps 1 to 10: last loss"
-    )
+    ends = "Trained. The last checkpoint is in " if epochs else "step 10: loss "
     assert last.startswith(ends)
-    assert re.findall(r"ip=10\.77\.0\..*(epoch \d: loss)", out) == epochs
+    assert re.findall(r"ip=10\.77\.0\..*(epoch \d/\d: loss)", out) == epochs
 
 
 @pytest.mark.parametrize("brings", [True, False])
@@ -255,8 +253,8 @@ def test_a_script_of_part_03_is_a_job(two_nodes, brings):
         options = ["--working-dir=.", f"--runtime-env-json={json.dumps(runtime)}"]
         command[0] = command[0].relative_to(scripts.ROOT)  # in what it brings, too
     code, out, _ = two_nodes.submit(command, *options).end()
-    assert code == 0 and "\nsteps 1 to 10: last loss" in out, out
-    assert (storage / "fsdp2" / "step-000010" / ".metadata").exists()
+    assert code == 0 and "\nstep 10: loss " in out, out
+    assert (storage / "fsdp2" / "train_fsdp2-000010" / ".metadata").exists()
     if brings:
         assert list(storage.glob("train_fsdp2_*"))  # by Ray Train
 
@@ -279,7 +277,7 @@ def test_a_job_that_lost_its_driver_and_then_a_node_ends_with_the_same_weights(
     driver.wait(TIMEOUT_S)
     again = two_nodes.submit(entrypoint)
     code, out, _ = killed.end()
-    assert code == 1 and "epoch 2" not in out, out
+    assert code == 1 and "epoch 2/" not in out, out
 
     for each in two_nodes.nodes:
         wait_for(lambda each=each: each.processes("RayTrainWorker"), again)
@@ -290,7 +288,7 @@ def test_a_job_that_lost_its_driver_and_then_a_node_ends_with_the_same_weights(
     two_nodes.join(node)
     code, out, _ = again.end()
     assert code == 0, out
-    assert "epoch 2:" in out and "epoch 1:" not in out
+    assert "epoch 2/" in out and "epoch 1/" not in out
     ours, theirs = weights(folder), weights(undisturbed)
     for name in ours | theirs:
         torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=1e-6)
@@ -316,15 +314,13 @@ def test_a_node_that_is_taken_back_with_notice_costs_no_step(tmp_path):
         code, out, err = there.driver(train_ray_ddp(undisturbed, *long)).end()
         assert code == 0, f"{out}{err}"
         run = there.driver(train_ray_ddp(drained, *long))
-        wait_for(lambda: "epoch 1:" in run.out.read_text(), run)
+        wait_for(lambda: "epoch 1/" in run.out.read_text(), run)
         node = next(n for n in there.nodes if n.processes("RayTrainWorker"))
         code, out, err = there.driver(["-c", DRAIN, node.address, *RAY]).end()
         assert code == 0, f"{out}{err}"
         code, out, err = run.end()
         assert code == 0, f"{out}{err}"
-        assert re.search(r"goes on after epoch \d+ of drained, and \d+ images", out), (
-            out
-        )
+        assert re.search(r"goes on after epoch \d+ of drained, and \d+ items", out), out
         ours, theirs = weights(drained), weights(undisturbed)
         assert all(torch.equal(ours[name], theirs[name]) for name in ours | theirs)
 
@@ -416,7 +412,7 @@ def test_the_operators_page_is_followed_from_nothing_to_a_finished_run(tmp_path)
 
         (submit,) = run
         said = head.type(*submit)
-        assert [f"epoch {n}: loss" in said for n in (1, 2, 3)] == [True] * 3, said
+        assert [f"epoch {n}/3: loss" in said for n in (1, 2, 3)] == [True] * 3, said
         assert "Trained. The last checkpoint is in " in said and "succeeded" in said
         assert all("train_ray_ddp" in each.type(f"ls {shared}") for each in terminals)
 

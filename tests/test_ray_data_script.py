@@ -1,6 +1,7 @@
 """train_ray_ddp_with_ray_data.py: whole runs with damaged data, and bad input."""
 
 import io
+import json
 import re
 import shutil
 import struct
@@ -21,7 +22,6 @@ from PIL import Image
 
 from tests import scripts
 from tests.waiting import TIMEOUT_S, wait_until
-from utils import stopping
 from utils.datasets import write_shards
 from utils.datasets.shards import encode_png
 from utils.errors import BadInput
@@ -109,17 +109,15 @@ def test_a_run_leaves_out_and_counts_what_is_corrupt(damaged, tmp_path, call, ca
         printed.append(capfd.readouterr().out)
         return "".join(printed)
 
-    wait_until(lambda: "epoch 2:" in said(), said=said)
+    wait_until(lambda: "epoch 2/" in said(), said=said)
     said = said()
     assert "starts anew: " in said and "goes on after epoch 1 of" in said
     assert re.search(r"Left out 2 corrupt file.*-00003\.par.*-00004\.par", said)
     assert "144 rows to train on, 72 for each worker" in said
-    epochs = re.findall(
-        r"epoch \d: loss \S+ steps (\d+), rows (\d+), corrupt (\d+)", said
-    )
+    epochs = re.findall(r"epoch \d/\d: loss \S+ rows (\d+), corrupt (\d+)", said)
     assert len(epochs) == 2
-    assert set(epochs) == {("4", "144", "1")}
-    assert len(list(tmp_path.glob("*/checkpoint_2*"))) == 2  # of the last epochs
+    assert set(epochs) == {("144", "1")}
+    assert len(list(tmp_path.glob("checkpoint_2*"))) == 2  # of the last epochs
     with pytest.raises(BadInput, match=r"--batch-size 18, and this one has .* 24"):
         call(*arguments, 2, "--batch-size", 24)  # not the same run
 
@@ -157,10 +155,11 @@ def test_a_run_on_its_own_data_keeps_what_it_saved_when_that_is_damaged(
     arguments = ["--data-size-gb", 0.004, "--num-workers", 1, "--batch-size", 64]
     arguments += ["--checkpoint-dir", tmp_path / "runs", "--num-epochs"]
     call(*arguments, 1)
-    (saved,) = tmp_path.glob("runs/*/checkpoint_*/checkpoint.pt")
-    state, before = torch.load(saved, weights_only=True), saved.read_bytes()
-    assert (state["epoch"], state["rows"], state["corrupt"]) == (1, 128, 0)
-    assert 0 < state["accuracy"] < 1
+    (saved,) = tmp_path.glob("runs/checkpoint_*/run.json")
+    state, before = json.loads(saved.read_text()), saved.read_bytes()
+    assert state["epoch"] == 1
+    assert (state["metrics"]["rows"], state["metrics"]["corrupt"]) == (128, 0)
+    assert 0 < state["metrics"]["test_accuracy"] < 1
 
     (shard,) = tmp_path.glob("digits-224/train-*/shard-*.parquet")
     whole = shard.read_bytes()
@@ -171,8 +170,8 @@ def test_a_run_on_its_own_data_keeps_what_it_saved_when_that_is_damaged(
 
     shard.write_bytes(whole)
     call(*arguments, 2)
-    saved = tmp_path.glob("runs/*/checkpoint_*/checkpoint.pt")
-    assert {torch.load(file, weights_only=True)["epoch"] for file in saved} == {1, 2}
+    saved = tmp_path.glob("runs/checkpoint_*/run.json")
+    assert {json.loads(file.read_text())["epoch"] for file in saved} == {1, 2}
 
 
 def a_bomb():
@@ -203,25 +202,22 @@ def test_a_batch_of_corrupt_images_does_not_hide_the_loss():
     """Its own loss is 0/0."""
     images = torch.zeros(2, 1, 28, 28)
 
-    class Shard:
-        def iter_torch_batches(self, **_):
-            for label in (3, CORRUPT):
-                yield {"image": images, "label": torch.full([2], label)}
+    batches = [
+        {"image": images, "label": torch.full([2], label)} for label in (3, CORRUPT)
+    ]
 
-    def epoch() -> tuple[dict, float, bool]:
+    def epoch() -> tuple[float, dict, float, bool]:
         torch.distributed.init_process_group("gloo")
         script = scripts.load(scripts.TRAIN_RAY_DDP_WITH_RAY_DATA)
-        script.get_device = lambda: torch.device("cpu")
         model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        config = {"batch_size": 2, "seed": 0, "bf16": False}
-        goes_on = Mock(agreed=lambda: stopping.NOTHING)
-        found = script.train_epoch(model, optimizer, Shard(), config, 0, goes_on)
+        found = script.train_epoch(model, optimizer, batches, torch.device("cpu"))
         first = torch.nn.functional.cross_entropy(model(images), torch.full([2], 3))
-        return found, first.item(), all(p.isfinite().all() for p in model.parameters())
+        finite = all(p.isfinite().all() for p in model.parameters())
+        return *found, first.item(), finite
 
-    ((found, loss, finite),) = run_ranks(epoch, 1)
-    assert found["loss"] == pytest.approx(loss)  # the rate is 0
+    ((loss, found, first, finite),) = run_ranks(epoch, 1)
+    assert loss == pytest.approx(first)  # the rate is 0
     assert found["corrupt"] == 2 and finite
 
 

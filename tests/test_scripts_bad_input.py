@@ -2,11 +2,11 @@
 
 import ast
 import io
+import json
 import os
 import pickle
 import sys
 import urllib.request
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from ray.train import Checkpoint
 
 from tests import scripts
 from tests.network import nobody_listens
+from utils import ray_runs, runs
 from utils.errors import BadInput
 from utils.processes import free_port
 
@@ -50,9 +51,13 @@ def complaint(monkeypatch):
 
 # (scripts, options, what is said). Wrong values of each kind: tests/test_command_line.py.
 BAD_INPUT = [
-    (SCRIPTS, "--checkpoint-dir a_file/folder", "cannot be written to (Not a dir"),
-    ([DDP], "--checkpoint-dir /sys", "cannot be written to (Permission denied)"),
-    (SCRIPTS, "--checkpoint-dir . --fresh", "is not empty, and --fresh starts in"),
+    (
+        [RAY, STREAM],
+        "--checkpoint-dir a_file/folder",
+        "cannot be written to (Not a dir",
+    ),
+    ([RAY], "--checkpoint-dir /sys", "cannot be written to (Permission denied)"),
+    (SCRIPTS, f"--seed {'9' * 30}", "has to be a whole number from 0 to 999999999"),
     ([DDP, RAY], "--epochs 0", "--epochs: it is 0, but has to be a whole number"),
     ([DDP, RAY], "--dataset digitz", "choose one of digits, mnist"),
     ([DDP, RAY], "--batch-size 2000", "lower --batch-size"),
@@ -63,6 +68,7 @@ BAD_INPUT = [
     ([FSDP2, DEEPSPEED], "--clip=-1", "--clip: it is -1, but has to be a number above"),
     ([FSDP2, DEEPSPEED], "--num-workers 2", "leave out one of them"),  # and torchrun
     ([FSDP2], "--export a_file/model.pt", "cannot be written to (File exists)"),
+    ([FSDP2, DEEPSPEED], "--export .", "is a folder: name a file in it"),
     ([FSDP2], "--offload", "needs a GPU to offload from"),
     ([DEEPSPEED], "--export model.pt", "--export needs --checkpoint-dir"),
 ]
@@ -99,11 +105,12 @@ def test_started_without_torchrun_a_script_says_how(name, complaint, monkeypatch
 
 
 def test_more_workers_than_gpus_are_refused(complaint, monkeypatch):
-    gpu = torch.device("cuda", 0)
-    monkeypatch.setattr("utils.command_line.device", lambda: gpu)
+    monkeypatch.delenv("WORKSHOP_MODE", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert "more workers than GPUs (1)" in complaint(DDP)
+    for name in (DDP, FSDP2, DEEPSPEED):
+        assert "more workers than GPUs (1)" in complaint(name)
 
 
 @pytest.fixture
@@ -125,7 +132,7 @@ def test_a_download_without_a_network_names_what_needs_none(
     assert "'digits'" in complaint(DDP, "--dataset", "mnist")
 
 
-RUN = {"script": "train.py", "--lr": 0.1, "--batch-size": 32}
+SETTINGS = {"--lr": 0.1, "--batch-size": 32}
 
 
 def dumped(what) -> bytes:
@@ -140,11 +147,9 @@ def build() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 
 def saved(**changes) -> bytes:
-    """Return a checkpoint of a small model, with changes."""
+    """Return a checkpoint's file of a small model, with changes."""
     model, optimizer = build()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    state |= {"epoch": 4, "images": 0, "steps": 7, "accuracy": 0.5, "run": RUN}
-    state |= {"generators": dumped([])}  # of no rank: there is nothing to go on with
     return dumped(state | changes)
 
 
@@ -175,20 +180,27 @@ def alone():
 
 @pytest.fixture
 def load(name, alone, tmp_path, monkeypatch):
-    """Return a function that lets a script load a file: it returns where the run stands."""
+    """Return a function that lets a script's run load a file, after a fourth epoch."""
     script = scripts.load(SCRIPTS[name])
-    file = tmp_path / ("step-000007.pt" if name == DDP else "checkpoint.pt")
+    checkpoint = tmp_path / f"{name}-000007"
+    checkpoint.mkdir()
+    state = {"epoch": 4, "items": 0, "steps": 7, "metrics": {}}
+    state["settings"] = {"script": name} | SETTINGS
+    (checkpoint / "run.json").write_text(json.dumps(state))
+    torch.save(runs.random_states(), checkpoint / "random.pt")
+    there = Checkpoint.from_directory(checkpoint)
+    monkeypatch.setattr(ray.train, "get_checkpoint", lambda: there)
+    kind = runs.Run if name == DDP else ray_runs.RayRun
 
-    def call(content: bytes, run: dict = RUN) -> dict:
+    def call(content: bytes, settings: dict = SETTINGS) -> int:
+        file = checkpoint / "checkpoint.pt"
         file.write_bytes(content)
         try:
-            if name == DDP:
-                args = Namespace(checkpoint_dir=tmp_path, run=run, epochs=9)
-                return script.load_checkpoint(args, *build())
-            there = Checkpoint.from_directory(tmp_path)
-            monkeypatch.setattr(ray.train, "get_checkpoint", lambda: there)
-            config = {"run": run, "checkpoint_dir": tmp_path, "epochs": 9}
-            return script.load_latest(*build(), config)
+            how = script.save_checkpoint, script.load_checkpoint
+            run = kind(tmp_path, name, *how, settings)
+            run.resume(*build())
+            next(run.epochs(9))
+            return run.epoch
         finally:
             assert file.read_bytes() == content
 
@@ -209,14 +221,15 @@ def test_a_checkpoint_that_does_not_fit_is_named_and_stays(name, how, load, tmp_
 
 @BOTH
 def test_a_checkpoint_that_fits_is_loaded(name, load, capsys):
-    assert load(saved())["epoch"] == 4
+    assert load(saved()) == 4
     assert "goes on after epoch 4" in capsys.readouterr().out
 
 
 @BOTH
 def test_the_checkpoint_of_a_run_with_other_settings_is_left_alone(name, load):
+    """It is looked at before what is in it: another model would not load."""
     with pytest.raises(BadInput, match=r"with --lr 0.1, and this one has --lr 0.2"):
-        load(saved(), RUN | {"--lr": 0.2})
+        load(b"", SETTINGS | {"--lr": 0.2})
 
 
 def test_checkpoints_are_loaded_as_data_and_to_the_cpu():
@@ -240,4 +253,4 @@ def test_help_is_the_first_line_and_every_option(name, monkeypatch, capsys):
         scripts.load(path).main()
     out = capsys.readouterr().out
     assert scripts.load(path).__doc__.splitlines()[0][:40] in out
-    assert {"--checkpoint-dir", "--fresh", "--smoke-test"} <= set(out.split())
+    assert {"--checkpoint-dir", "--keep", "--smoke-test"} <= set(out.split())

@@ -5,9 +5,8 @@ import re
 import resource
 import subprocess
 import sys
-import time
-from argparse import Namespace
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import cloudpickle
@@ -15,10 +14,11 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict as sd
 
 from tests import scripts, sharding
 from tests.waiting import TIMEOUT_S, wait_until
-from utils import zero
+from utils import runs, zero
 from utils.errors import BadInput
 from utils.launch import run_ranks
 
@@ -52,7 +52,7 @@ def undisturbed(script: Path) -> str:
         return module.train(args)
 
     report = run_ranks(train, 2)[0]
-    return f"last loss {report['losses'][-1]:.3f}, test loss {report['test_loss']:.3f}"
+    return f"loss {report['loss']:.3f}, test loss {report['test_loss']:.3f}"
 
 
 def kill_one(job: subprocess.Popen, workers: Callable, saved: Callable) -> str:
@@ -80,40 +80,14 @@ def kill_one(job: subprocess.Popen, workers: Callable, saved: Callable) -> str:
 )
 def test_killed_workers_change_nothing(script, launcher, workers, tmp_path):
     """Ray Train replaces one, and torchrun another: what starts them is the same code."""
-    module = scripts.load(script)
     flags = ["--smoke-test", "--save-every", 5, "--checkpoint-dir", tmp_path]
     flags += [] if launcher else ["--num-workers", 2]
     job = start(*launcher, script, "--steps", STEPS, *flags)
-    output = kill_one(job, workers, lambda: module.last_checkpoint(tmp_path))
-    found = re.search(r"steps (\d+) to \d+: (last loss .*)", output)
-    assert found, output[-3000:]
-    assert 5 < int(found[1]) <= STEPS
+    output = kill_one(job, workers, lambda: runs.newest(tmp_path))
+    went_on = re.search(r"goes on after step (\d+) of", output)
+    assert went_on and 5 <= int(went_on[1]) < STEPS, output[-3000:]
     assert "Warning" not in output
-    assert found[2] == undisturbed(script)
-
-
-def test_zero_names_a_checkpoint_only_when_all_ranks_have_written_it(tmp_path):
-    class Engine:
-        """DeepSpeed's part of saving, in which rank 1 is slow."""
-
-        def train_batch_size(self):
-            return 12
-
-        def save_checkpoint(self, folder, tag, client_state, save_latest=True):
-            rank = dist.get_rank()
-            time.sleep(rank)
-            assert not (folder / "latest").exists()  # nobody reads this one yet
-            (folder / f"partition-{rank}").touch()
-            if save_latest and rank == 0:
-                (folder / "latest").write_text(tag)
-
-    def save():
-        dist.init_process_group("gloo")
-        script = scripts.load(DEEPSPEED)
-        script.save_checkpoint(Engine(), 5, tmp_path)
-        return script.last_checkpoint(tmp_path), len(list(tmp_path.glob("partition-*")))
-
-    assert run_ranks(save, 2)[0] == (tmp_path / "step-000005", 2)
+    assert f"step {STEPS}: {undisturbed(script)}\n" in output
 
 
 def build_fsdp2(config=sharding.CONFIG) -> tuple:
@@ -140,6 +114,21 @@ def fill_the_disk() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16))
 
 
+def run_of(script, folder: Path, *parts, batch: int = 12, **settings) -> runs.Run:
+    """Return a run of a script, resumed, as its `train` makes it."""
+    how = script.save_checkpoint, script.load_checkpoint
+    run = runs.Run(folder, script.__name__, *how, {"global batch": batch} | settings)
+    run.resume(*parts)
+    return run
+
+
+def save_five(run: runs.Run) -> Path:
+    """Take five steps, of which the last one is saved."""
+    for _ in run.each_step(run.steps + 5, save_every=100):
+        run.stepped(torch.tensor(1.0))
+    return runs.newest(run.folder)
+
+
 @pytest.mark.parametrize("background", [False, True], ids=["at once", "background"])
 def test_a_full_disk_is_a_sentence_on_all_ranks_and_leaves_what_was_saved(
     background, tmp_path
@@ -148,26 +137,55 @@ def test_a_full_disk_is_a_sentence_on_all_ranks_and_leaves_what_was_saved(
 
     def save() -> tuple[str, Path]:
         script = scripts.load(FSDP2)
-        model, optimizer = build_fsdp2()
+        parts = build_fsdp2()
         group = dist.new_group(backend="gloo") if background else None
-        args = Namespace(checkpoint_dir=tmp_path, keep=2)
-
-        def save_step(step: int) -> None:
-            trained = model, optimizer, step, 12, tmp_path
-            script.finish(script.save_checkpoint(*trained, background=group), args)
-
-        save_step(5)
+        run = run_of(script, tmp_path, *parts, group)
+        save_five(run)
         if dist.get_rank() == 1:
             fill_the_disk()
         with pytest.raises(BadInput, match="cannot be written") as error:
-            save_step(10)
-        return str(error.value), script.last_checkpoint(tmp_path)
+            save_five(run)
+        return str(error.value), runs.newest(tmp_path)
 
     (first, found), (second, _) = run_ranks(save, 2)
-    named = tmp_path if background else tmp_path / "step-000010"
+    named = tmp_path / "train_fsdp2-000010"
     assert first.startswith(f"{named} cannot be written (")
     assert second.startswith(f"{named} cannot be written (")
-    assert found == tmp_path / "step-000005"
+    assert found == tmp_path / "train_fsdp2-000005"
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_run_with_fsdp2_goes_on_with_more_or_fewer_ranks(ranks, tmp_path):
+    """With the weights and Adam's averages that two ranks have saved."""
+    script = scripts.load(FSDP2)
+
+    def numbers(model, optimizer) -> list[torch.Tensor]:
+        state = sd.get_state_dict(model, optimizer)
+        moments = [each["exp_avg"] for each in state[1]["state"].values()]
+        return [t.full_tensor().clone() for t in (*state[0].values(), *moments)]
+
+    def trained(seed: int) -> tuple:
+        dist.init_process_group("gloo")
+        torch.manual_seed(seed)
+        model = sharding.shard(sharding.GPT(sharding.CONFIG))
+        optimizer = torch.optim.AdamW(model.parameters())
+        sharding.loss_of(model, *sharding.share(0)).backward()
+        optimizer.step()
+        return model, optimizer
+
+    def save() -> list[torch.Tensor]:
+        parts = trained(0)
+        save_five(run_of(script, tmp_path, *parts))
+        return numbers(*parts)
+
+    def load() -> tuple[int, list[torch.Tensor]]:
+        parts = trained(1)
+        return run_of(script, tmp_path, *parts).steps, numbers(*parts)
+
+    saved = run_ranks(save, 2)[0]
+    for steps, loaded in run_ranks(load, ranks):
+        assert steps == 5
+        assert all(torch.equal(a, b) for a, b in zip(saved, loaded, strict=True))
 
 
 def test_an_export_to_a_full_disk_leaves_no_file(tmp_path):
@@ -191,8 +209,8 @@ def test_what_zero_exports_is_what_its_ranks_hold(stage, tmp_path):
     def save() -> int:
         torch.manual_seed(0)
         engine, script = build_zero(stage, 6), scripts.load(DEEPSPEED)
-        script.save_checkpoint(engine, 5, tmp_path)
-        script.export(engine, script.last_checkpoint(tmp_path), tmp_path / "model.pt")
+        checkpoint = save_five(run_of(script, tmp_path, engine))
+        script.export(engine, checkpoint, tmp_path / "model.pt")
         return next(engine.module.parameters()).numel()
 
     held = run_ranks(save, 2)[0]
@@ -208,17 +226,17 @@ def test_a_full_disk_of_one_rank_ends_zero_with_a_sentence(tmp_path):
 
     def save() -> None:
         engine = build_zero(3, 6)
-        script = scripts.load(DEEPSPEED)
-        script.save_checkpoint(engine, 5, tmp_path)
+        run = run_of(scripts.load(DEEPSPEED), tmp_path, engine)
+        save_five(run)
         if dist.get_rank() == 1:
             fill_the_disk()
-        script.save_checkpoint(engine, 10, tmp_path)
+        save_five(run)
 
     with pytest.raises(
         RuntimeError, match=r"rank 1 .*BadInput: .*10 cannot be written"
     ):
         run_ranks(save, 2, timeout=TIMEOUT_S)
-    assert (tmp_path / "latest").read_text() == "step-000005"
+    assert runs.newest(tmp_path).name == "train_deepspeed-000005"
 
 
 WIDER = sharding.GPTConfig(layers=2, block_size=32, width=96)
@@ -242,33 +260,25 @@ def says(match: str, load: Callable, *args) -> str:
 
 
 def refusals_of_fsdp2(folder: Path) -> Iterator[str]:
-    script = scripts.load(FSDP2)
-    model, optimizer = build_fsdp2()
-    script.save_checkpoint(model, optimizer, 5, 12, folder)
-    saved = script.last_checkpoint(folder)
-    yield says("global batch of 12", script.load_checkpoint, model, optimizer, 6, saved)
-    yield says(
-        "of another model", script.load_checkpoint, *build_fsdp2(WIDER), 12, saved
-    )
+    script, parts = scripts.load(FSDP2), build_fsdp2()
+    saved = save_five(run_of(script, folder, *parts))
+    yield says("global batch 12", partial(run_of, batch=6), script, folder, *parts)
+    yield says("of another model", run_of, script, folder, *build_fsdp2(WIDER))
     for file in (saved / "__0_0.distcp", saved / ".metadata"):
         for _ in damages(file):
-            load = script.load_checkpoint
-            yield says("is damaged", load, model, optimizer, 12, saved)
+            yield says("is damaged", run_of, script, folder, *parts)
 
 
 def refusals_of_zero(folder: Path) -> Iterator[str]:
     script, engine = scripts.load(DEEPSPEED), build_zero(3)
-    folder.mkdir()
-    script.save_checkpoint(engine, 5, folder)
-    saved = script.last_checkpoint(folder)
-    yield says("global batch of 12", script.load_checkpoint, build_zero(3, 6), saved)
-    yield says(
-        "of another model", script.load_checkpoint, build_zero(3, 12, WIDER), saved
-    )
+    saved = save_five(run_of(script, folder, engine))
+    yield says("global batch 12", partial(run_of, batch=6), script, folder, engine)
+    wider = build_zero(3, 12, WIDER)
+    yield says("of another model", run_of, script, folder, wider)
     for part in ("optim", "model"):
         file = saved / f"zero_pp_rank_0_mp_rank_00_{part}_states.pt"
         for _ in damages(file):
-            yield says("is damaged", script.load_checkpoint, engine, saved)
+            yield says("is damaged", run_of, script, folder, engine)
 
 
 def test_what_cannot_be_resumed_from_is_said(tmp_path):
@@ -277,14 +287,11 @@ def test_what_cannot_be_resumed_from_is_said(tmp_path):
         return fsdp2, list(refusals_of_zero(tmp_path / "zero"))
 
     fsdp2, deepspeed = run_ranks(refuse, 1)[0]
-    assert "now it is 6" in fsdp2[0]
-    assert fsdp2[0] == deepspeed[0]
-    for folder, said in ((tmp_path / "fsdp2", fsdp2), (tmp_path / "zero", deepspeed)):
-        step = folder / "step-000005"
-        (sentence,) = set(said[1:])
-        assert sentence.startswith(
-            f"The checkpoint {step} is damaged, of another model"
-        )
+    assert "this one has global batch 6" in fsdp2[0]
+    assert "this one has global batch 6" in deepspeed[0]
+    for said in (*fsdp2[1:], *deepspeed[1:]):
+        assert re.search(r"-000005 is damaged, of another model, or not seen by", said)
+        assert "\n" not in said
 
 
 def test_a_checkpoint_of_another_world_size_says_how_to_convert(tmp_path, monkeypatch):
@@ -295,7 +302,7 @@ def test_a_checkpoint_of_another_world_size_says_how_to_convert(tmp_path, monkey
         zero.check_world_size(tmp_path, 3)
     monkeypatch.setattr(dist, "get_world_size", lambda: 3)
     with pytest.raises(BadInput, match="made for 2 workers"):
-        scripts.load(DEEPSPEED).load_checkpoint(None, tmp_path)
+        scripts.load(DEEPSPEED).load_checkpoint(tmp_path, None)
     (tmp_path / "zero").mkdir()  # as in a converted one
     zero.check_world_size(tmp_path, 3)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import json
 import os
 import random
 import re
@@ -20,7 +21,7 @@ import torch.distributed as dist
 
 from tests import scripts, sharding
 from tests.waiting import TIMEOUT_S, wait_until
-from utils import runs, stopping
+from utils import runs
 from utils.launch import free_port, run_ranks
 
 DDP, RAY = scripts.TRAIN_DDP, scripts.TRAIN_RAY_DDP
@@ -98,9 +99,13 @@ def final(script: Path, folder: Path) -> dict[str, torch.Tensor]:
     """Return the weights at the end of a run."""
     if script in (FSDP2, DEEPSPEED):
         return torch.load(folder / "model.pt", weights_only=True)
-    files = folder.rglob("*.pt")
-    states = [torch.load(file, weights_only=True) for file in files]
-    return max(states, key=lambda state: state["epoch"])["model"]
+    states = [path.parent for path in folder.rglob("run.json")]
+    newest = max(states, key=lambda path: state_of(path)["epoch"])
+    return torch.load(newest / "checkpoint.pt", weights_only=True)["model"]
+
+
+def state_of(checkpoint: Path) -> dict:
+    return json.loads((checkpoint / "run.json").read_text())
 
 
 def assert_equal(ours: dict, theirs: dict) -> None:
@@ -208,7 +213,7 @@ def test_a_run_killed_at_ten_moments_of_its_saves_always_goes_on(
     job = Job(script, folder, options=options)
     assert job.end() == 0, "".join(job.lines)
     names = [path.name for path in folder.rglob("*")]
-    left = [n for n in names if re.match(r"\.?step-|checkpoint_[0-9]|\.saving-", n)]
+    left = [n for n in names if re.match(r"\.?train_.*-\d|checkpoint_\d|\.saving-", n)]
     assert len(left) == 2, left  # the newest two, and nothing of a killed save
 
 
@@ -216,15 +221,15 @@ def test_a_run_killed_at_ten_moments_of_its_saves_always_goes_on(
 @pytest.mark.ray
 def test_a_streamed_run_that_is_stopped_goes_on_after_its_last_epoch(tmp_path):
     first = Job(STREAM, tmp_path, options=[*STREAMED, "--num-epochs", "200"])
-    first.wait_for("epoch 1:")
+    first.wait_for("epoch 1/")
     first.stop()
-    assert first.end() == stopping.EXIT_STATUS
+    assert first.end() == runs.EXIT_STATUS
     stopped = re.search(
-        r"in epoch (\d+): the same command begins it anew, and trains \d+ rows again",
+        r"in epoch (\d+) of 200: the same command begins that epoch anew",
         first.printed("stopped in epoch"),
     )
     assert stopped, "".join(first.lines)
-    run = tmp_path / STREAM.stem
+    run = tmp_path
     cut_off = run / "checkpoint_2026-11-26_12-00-00.000000"
     cut_off.mkdir()
     (cut_off / "checkpoint.pt").write_bytes(b"half")
@@ -232,7 +237,7 @@ def test_a_streamed_run_that_is_stopped_goes_on_after_its_last_epoch(tmp_path):
     again = Job(STREAM, tmp_path, options=[*STREAMED, *epochs])
     assert again.end() == 0, "".join(again.lines)
     assert again.printed(f"goes on after epoch {int(stopped[1]) - 1}")
-    assert again.printed(f"epoch {stopped[1]}:")
+    assert again.printed(f"epoch {stopped[1]}/")
     assert not cut_off.exists()
     assert len(list(run.glob("checkpoint_*/"))) == 2
 
@@ -243,7 +248,7 @@ def saves(folder: Path) -> set[str]:
         os.path.join(top, name)
         for top, folders, files in os.walk(folder)
         for name in [*folders, *files]
-        if re.search("step-|checkpoint_[0-9]", os.path.join(top, name))
+        if re.search(r"train_\w+-\d|checkpoint_\d", os.path.join(top, name))
     }
 
 
@@ -255,13 +260,42 @@ def kill_family(pid: int) -> None:
             process.kill()
 
 
+@pytest.mark.weekly  # the lock alone: tests/test_runs.py
+@pytest.mark.parametrize("script", [DDP, with_ray(RAY, id="Ray")])
+def test_a_second_start_in_a_folder_ends_in_a_sentence_and_changes_nothing(
+    script, tmp_path
+):
+    """As where a scheduler tries again while the first still lives."""
+    first = Job(script, tmp_path)
+    first.wait_for("epoch 1/")
+    before = saves(tmp_path)
+    second = Job(script, tmp_path)
+    assert second.end() == 1
+    assert second.printed(r"is in use by process \d+ on host .* Nothing was changed"), (
+        "".join(second.lines)
+    )
+    assert before <= saves(tmp_path)
+    assert first.end() == 0, "".join(first.lines)
+
+
+@pytest.mark.weekly  # the loss alone: tests/test_runs.py
+@pytest.mark.parametrize("script", [DDP, FSDP2, with_ray(RAY, id="Ray")])
+def test_a_run_that_diverges_ends_in_a_sentence_and_saves_nothing(script, tmp_path):
+    job = Job(script, tmp_path, options=[*OPTIONS[script], "--lr", "1e30"])
+    assert job.end() == 1
+    assert job.printed(
+        r"The loss is (nan|inf) in step \d+: the training has diverged"
+    ), "".join(job.lines)
+    assert not saves(tmp_path)
+
+
 @pytest.mark.weekly  # without torchrun: tests/test_scripts_bad_input.py
 def test_a_checkpoint_of_another_run_survives_a_restart_by_torchrun(
     undisturbed, tmp_path
 ):
     """The refusal is a failure, too, after which torchrun starts the ranks again."""
     shutil.copytree(undisturbed, tmp_path, dirs_exist_ok=True)
-    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*/*")}
     finished = Job(DDP, tmp_path)
     assert finished.end() == 0
     assert finished.printed("nothing is left to train after epoch 2 of")
@@ -269,7 +303,7 @@ def test_a_checkpoint_of_another_run_survives_a_restart_by_torchrun(
     job = Job(DDP, tmp_path, *TORCHRUN, "--max-restarts=1", options=other)
     assert job.end() != 0
     assert job.printed(r"is of a run with --lr 0.0003, and this one has --lr 0.01: use")
-    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*/*")} == before
 
 
 @pytest.mark.weekly
@@ -292,18 +326,17 @@ def test_one_node_grows_to_two_without_a_restart_to_spare(tmp_path):
     assert ended == (0, 0), printed
     assert "1 workers on cpu" in printed and "2 workers on cpu" in printed
     assert re.search(r"goes on after epoch \d", printed) and "epoch 8/8" in printed
-    newest = torch.load(runs.newest(tmp_path), weights_only=True)
-    assert newest["epoch"] == 8
+    assert state_of(runs.newest(tmp_path))["epoch"] == 8
 
 
 def test_all_ranks_stop_after_the_same_step_if_one_is_asked():
     def steps() -> int:
         dist.init_process_group("gloo")
-        stop = stopping.Stop()
+        stop = runs.Stop()
         for step in range(100):
             if step == 3 and dist.get_rank() == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
-            if stop.agreed() == stopping.STOP:
+            if stop.agreed() == runs.STOP:
                 return step
         return -1
 
@@ -315,7 +348,7 @@ def test_a_signal_that_comes_while_ranks_agree_is_not_lost():
 
     def steps() -> int:
         dist.init_process_group("gloo")
-        stop, agree = stopping.Stop(), dist.all_reduce
+        stop, agree = runs.Stop(), dist.all_reduce
         for step in range(100):
 
             def and_then(*args, step=step, **options):
@@ -324,7 +357,7 @@ def test_a_signal_that_comes_while_ranks_agree_is_not_lost():
                     os.kill(os.getpid(), signal.SIGTERM)
 
             dist.all_reduce = and_then
-            if stop.agreed() == stopping.STOP:
+            if stop.agreed() == runs.STOP:
                 return step
         return -1
 
@@ -334,27 +367,14 @@ def test_a_signal_that_comes_while_ranks_agree_is_not_lost():
 def test_under_ray_a_file_asks_and_a_notice_saves_once(tmp_path, monkeypatch):
     def answers() -> list[int]:
         dist.init_process_group("gloo")
-        stopping.NOTICE_EVERY_S = 0.0
+        runs.NOTICE_EVERY_S = 0.0
         noticed = [None, None, "a node will be gone", "a node will be gone"]
-        stop = stopping.Stop(tmp_path / "stop", lambda: noticed.pop(0))
+        stop = runs.Stop(tmp_path / "stop", lambda: noticed.pop(0))
         found = [stop.agreed() for _ in range(4)]
         if dist.get_rank() == 0:
             (tmp_path / "stop").touch()
         noticed.append(None)
         return [*found, stop.agreed()]
 
-    nothing, save, stop = stopping.NOTHING, stopping.SAVE, stopping.STOP
+    nothing, save, stop = runs.NOTHING, runs.SAVE, runs.STOP
     assert run_ranks(answers, 2) == [[nothing, nothing, save, nothing, stop]] * 2
-
-
-def test_sigterm_is_passed_on_once(tmp_path):
-    file = tmp_path / "run" / "stop"
-    file.parent.mkdir()
-    file.touch()  # of a run that was killed while it stopped
-    before = signal.getsignal(signal.SIGTERM)
-    with stopping.passed_on(file):
-        assert not file.exists()
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert file.exists()
-        assert signal.getsignal(signal.SIGTERM) == before
-    assert not file.exists()

@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 import threading
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from torch.utils.data import TensorDataset
 
 from tests import scripts, sharding
 from tests.waiting import TIMEOUT_S
-from utils import datasets, stopping
+from utils import datasets, ray_runs, runs, torchrun_or_ray
 from utils.comms import count_comms
 from utils.errors import BadInput
 from utils.launch import run_ranks
@@ -35,13 +36,6 @@ FSDP2, DEEPSPEED = sharding.TRAIN_FSDP2, sharding.TRAIN_DEEPSPEED
 CPU = torch.device("cpu")
 
 
-class GoesOn:
-    """Stands for `stopping.Stop` of a run that nobody asks to stop."""
-
-    def agreed(self) -> int:
-        return stopping.NOTHING
-
-
 class Shard:
     """Stands for a shard of Ray Data: some batches, each one rank's."""
 
@@ -49,7 +43,6 @@ class Shard:
         self.batches = list(zip(images, labels))
 
     def iter_torch_batches(self, **options):
-        self.options = options
         for images, labels in self.batches:
             yield {"image": images, "label": labels}
 
@@ -90,14 +83,15 @@ def run(path: Path, folder: Path, *more: str, sigterm_at: int | None = None) -> 
         more = *more, "--export", f"{folder}.pt"
     sys.argv = [path.name, "--smoke-test", "--checkpoint-dir", str(folder)]
     sys.argv += [*SMALL[path], *more]
-    script, drawn = scripts.load(path), []
+    script, drawn, losses = scripts.load(path), [], []
     train_step = script.train_step
 
     def step(*args):
         drawn.append(torch.rand(()).item())
         if len(drawn) == sigterm_at and dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        return train_step(*args)
+        losses.append(train_step(*args))
+        return losses[-1]
 
     script.train_step = step
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -107,42 +101,40 @@ def run(path: Path, folder: Path, *more: str, sigterm_at: int | None = None) -> 
         else:
             report = script.train(script.parse_args())
     dist.barrier()
-    return report | {"drawn": drawn, "printed": printed.getvalue()}
+    return report | {"drawn": drawn, "losses": losses, "printed": printed.getvalue()}
 
 
 def leave_half_a_save(path: Path, folder: Path) -> None:
     """Leave what a kill in the middle of a later save does."""
-    if path == DDP:
-        (folder / ".step-000004.pt.0123.tmp").write_bytes(b"half")
-    else:
-        (folder / "step-000004").mkdir()
-        (folder / "step-000004" / "half").write_bytes(b"half")
+    half = folder / f".{path.stem}-000004.part"
+    half.mkdir()
+    (half / "half").write_bytes(b"half")
 
 
 def stopped_and_resumed(path: Path, folder: Path) -> list[dict]:
-    """Run: undisturbed; stopped in the middle; resumed; once more; with other settings.
-
-    Rank 1 has a disk of its own, on which nothing is found. Only where shards are saved,
-    it has to see the folder of rank 0.
-    """
+    """Run: undisturbed; stopped in the middle; resumed; once more; with other settings."""
     dist.init_process_group("gloo")
-    own = folder / ("stopped" if dist.get_rank() == 0 else "disk of rank 1")
-    shared = own if path == DDP else folder / "stopped"
+    shared = folder / "stopped"
     found = [run(path, folder / "undisturbed")]
     found += [run(path, shared, sigterm_at=STOPPED_AT[path])]
     if dist.get_rank() == 0:
         leave_half_a_save(path, shared)
     dist.barrier()
-    found += [run(path, shared), run(path, own)]
+    found += [run(path, shared), run(path, shared)]
     with pytest.raises(BadInput, match=r"is of a run with --lr .* has --lr 0\.5: use"):
-        run(path, own, "--lr", "0.5")
+        run(path, shared, "--lr", "0.5")
+    with pytest.raises(
+        BadInput, match=r"global batch|with --batch-size 2, and this one"
+    ):
+        run(path, shared, "--batch-size", "4")
     return found
 
 
 def final_weights(path: Path, folder: Path) -> dict[str, torch.Tensor]:
     if path != DDP:
         return torch.load(f"{folder}.pt", weights_only=True)
-    return torch.load(folder / "step-000006.pt", weights_only=True)["model"]
+    newest = folder / "train_ddp-000006"
+    return torch.load(newest / "checkpoint.pt", weights_only=True)["model"]
 
 
 @pytest.mark.slow
@@ -155,13 +147,13 @@ def test_a_run_that_is_stopped_goes_on_as_if_nothing_had_happened(path, tmp_path
         assert len(stopped["drawn"]) == STOPPED_AT[path] and not again["drawn"]
         assert stopped["drawn"] + resumed["drawn"] == whole["drawn"]
         if path == DDP:
-            assert (stopped["epoch"], stopped["images"], stopped["steps"]) == (0, 8, 2)
-            assert resumed["accuracy"] == whole["accuracy"]
+            assert (stopped["epoch"], stopped["items"], stopped["steps"]) == (0, 8, 2)
+            assert resumed["test_accuracy"] == whole["test_accuracy"]
         else:
-            assert stopped["test_loss"] is None and resumed["first_step"] == 3
-            assert stopped["losses"] + resumed["losses"] == whole["losses"]
-            assert again["losses"] == []
+            assert "test_loss" not in stopped and stopped["steps"] == 3
             assert again["test_loss"] == resumed["test_loss"] == whole["test_loss"]
+        assert stopped["stopped"] and not resumed["stopped"]
+        assert stopped["losses"] + resumed["losses"] == whole["losses"]
     one, other = by_rank
     assert one[0]["drawn"] != other[0]["drawn"]
     _, stopped, resumed, again = (found["printed"] for found in one)
@@ -174,15 +166,11 @@ def test_a_run_that_is_stopped_goes_on_as_if_nothing_had_happened(path, tmp_path
     )
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    newest = {"step-000003.pt", "step-000006.pt", ".script"}
-    if path != DDP:
-        newest = {"step-000004", "step-000005", ".script"}
-        assert not (tmp_path / "stopped" / "step-000004" / "half").exists()
+    kept = (3, 6) if path == DDP else (4, 5)
     left = {each.name for each in (tmp_path / "stopped").iterdir()}
-    of_deepspeed = {"latest", "zero_to_fp32.py", "zero_to_torch.py"}
-    assert left - of_deepspeed == newest
-    of_rank_1 = tmp_path / "disk of rank 1"
-    assert not of_rank_1.exists() or not list(of_rank_1.iterdir())
+    of_deepspeed = {"zero_to_fp32.py", "zero_to_torch.py"}
+    newest = {f"{path.stem}-{step:06d}" for step in kept}
+    assert left - of_deepspeed == newest | {".lock"}
 
 
 def text_of_one_process(steps: int, lr: float) -> tuple[list[float], float]:
@@ -212,22 +200,34 @@ def text_of_one_process(steps: int, lr: float) -> tuple[list[float], float]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("accumulate", [1, 2])
 @by_name(FSDP2, DEEPSPEED)
-def test_two_ranks_train_like_one(path):
+def test_two_ranks_train_like_one(path, accumulate):
     """The whole script, beside a loop of plain PyTorch."""
 
     def train() -> dict:
         sys.argv = [path.name, "--smoke-test", "--steps", "3", "--lr", "0.002"]
-        sys.argv += ["--batch-size", "4"]
+        sys.argv += ["--batch-size", "4" if accumulate == 1 else "2"]
+        sys.argv += ["--accumulate", str(accumulate)]
         module = scripts.load(path)
-        args = module.parse_args()
+        args, losses = module.parse_args(), []
         dist.init_process_group("gloo")
-        return module.train(args)
+        train_step = module.train_step
 
-    report = run_ranks(train, 2)[0]
+        def step(*args) -> torch.Tensor:
+            losses.append(train_step(*args))
+            return losses[-1]
+
+        module.train_step = step
+        report = module.train(args)
+        dist.all_reduce(mean := torch.stack(losses))
+        return report | {"losses": (mean / 2).tolist()}
+
     losses, test_loss = text_of_one_process(3, 0.002)
+    report = run_ranks(train, 2)[0]
     assert report["losses"] == pytest.approx(losses, abs=1e-4)
     assert report["test_loss"] == pytest.approx(test_loss, abs=1e-4)
+    assert report["loss"] == pytest.approx(losses[-1], abs=1e-4)
 
 
 class Echo(nn.Module):
@@ -246,32 +246,28 @@ CLASSES = torch.arange(1, 8)  # seven, which two ranks cannot share equally
 LABELS = CLASSES * (CLASSES < 4)  # of which three are right
 
 
-def evaluated(path: Path) -> tuple[float, bool, bool]:
-    """Return what a script finds; whether model and random numbers are as before."""
+def evaluated(path: Path) -> tuple[float, bool]:
+    """Return what a script finds; whether the model trains again."""
     dist.init_process_group("gloo")
     script, model = scripts.load(path), Echo()
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    before = torch.get_rng_state()
     if path == STREAM:
-        shard = Shard(CLASSES.split(3), LABELS.split(3))
-        found = script.evaluate(model, shard, rank, world_size)
+        test_set = Shard(CLASSES.split(3), LABELS.split(3))
     else:
         # a text is one byte here
         shape = (7, 1) if path in (FSDP2, DEEPSPEED) else (7,)
         test_set = TensorDataset(CLASSES.view(shape), LABELS.view(shape))
-        found = script.evaluate(model, test_set, rank, world_size, CPU)
-    return found, model.training, torch.equal(torch.get_rng_state(), before)
+    return script.evaluate(model, test_set, CPU), model.training
 
 
 @by_name(DDP, RAY, STREAM, FSDP2, DEEPSPEED)
 def test_every_test_example_counts_once_as_the_model_predicts_it(path):
-    """Without dropout; then training goes on with it, and with the same random numbers."""
+    """Without dropout; then training goes on with it."""
     expected = 3 / 7
     if path in (FSDP2, DEEPSPEED):
         expected = F.cross_entropy(torch.eye(10)[CLASSES], LABELS).item()
-    for found, training, same in run_ranks(evaluated, 2, path):
+    for found, training in run_ranks(evaluated, 2, path):
         assert found == pytest.approx(expected)
-        assert training and same
+        assert training
 
 
 def always_zero() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -292,24 +288,18 @@ def test_the_loss_of_an_epoch_is_the_mean_over_ranks_and_steps(path):
         images = list(torch.zeros(2, 2, 1))
         labels = list(torch.tensor([[0, 0], [dist.get_rank()] * 2]))
         if path == STREAM:
-            script.get_device = lambda: CPU
-            config = {"batch_size": 2, "seed": 5, "bf16": False}
-            shard = Shard(images, labels)
-            found = script.train_epoch(model, optimizer, shard, config, 2, GoesOn())
-            return found["loss"], found | shard.options
-        device = [CPU] * (path == DDP)
+            batches = Shard(images, labels).iter_torch_batches()
+            return script.train_epoch(model, optimizer, batches, CPU)
         batches = list(zip(images, labels))
-        return script.train_epoch(model, optimizer, batches, *device, GoesOn())[0], {}
+        return script.train_epoch(model, optimizer, batches, CPU), {}
 
     right, wrong = (
         F.cross_entropy(torch.eye(10)[:1], torch.tensor([n])).item() for n in (0, 1)
     )
     for loss, found in run_ranks(epoch, 2):
         assert loss == pytest.approx((3 * right + wrong) / 4)
-        if path == STREAM:  # rows of all ranks, in an order of the seed and the epoch
-            assert (found["steps"], found["rows"], found["corrupt"]) == (2, 8, 0)
-            assert found["drop_last"] and found["batch_size"] == 2
-            assert found["local_shuffle_seed"] == 5 + 2
+        if path == STREAM:  # of all ranks
+            assert found == {"rows": 8, "corrupt": 0}
 
 
 def test_two_ranks_in_bf16_train_nearly_like_one_in_fp32():
@@ -327,7 +317,7 @@ def test_two_ranks_in_bf16_train_nearly_like_one_in_fp32():
         mine = slice(dist.get_rank(), None, dist.get_world_size())
         batches = 20 * [(images[mine], labels[mine])]
         train_epoch = scripts.load(DDP).train_epoch
-        train_epoch(wrapped, optimizer, batches, CPU, GoesOn(), bf16)
+        train_epoch(wrapped, optimizer, batches, CPU, bf16)
         loss = F.cross_entropy(model(images), labels).item()
         return loss, computed[0], {p.dtype for p in model.parameters()}
 
@@ -342,12 +332,12 @@ def test_ddp_deals_out_every_image_in_another_order_in_each_epoch():
     def look() -> tuple:
         dist.init_process_group("gloo")
         script = scripts.load(DDP)
-        loader, test_set = script.load_data("digits", 100, seed=3)
+        loader, test_set = script.load_data("digits", 100, 3, CPU)
         orders = []
         for epoch in (0, 1):
             loader.sampler.set_epoch(epoch)
             orders.append(list(loader.sampler))
-        others, _ = script.load_data("digits", 100, seed=4)
+        others, _ = script.load_data("digits", 100, 4, CPU)
         counts = len(loader), len(loader.dataset), len(test_set)
         return orders, counts, list(others.sampler) != orders[0]
 
@@ -360,31 +350,6 @@ def test_ddp_deals_out_every_image_in_another_order_in_each_epoch():
     assert ours[0] != ours[1]
 
 
-def test_augmentation_differs_between_ranks_and_epochs():
-    """The processes of a loader draw it, by the seed of the loader's generator, which is
-    the same on all ranks if nobody sets it (tests/test_generators.py)."""
-
-    def seeds() -> list[int]:
-        dist.init_process_group("gloo")
-        datasets.DATASETS["digits"] = few_images
-        script, found = scripts.load(DDP), []
-        train_epoch = script.train_epoch
-
-        def epoch(model, optimizer, loader, *more):
-            found.append(loader.generator.initial_seed())
-            return train_epoch(model, optimizer, loader, *more)
-
-        script.train_epoch = epoch
-        sys.argv = [DDP.name, "--smoke-test", *SMALL[DDP]]
-        with contextlib.redirect_stdout(io.StringIO()):
-            script.train(script.command_line.parse_images("."), CPU)
-        return found
-
-    ranks = run_ranks(seeds, 2)
-    assert len({*ranks[0], *ranks[1]}) == 4
-    assert run_ranks(seeds, 2) == ranks
-
-
 def build(path: Path, seed: int, *options: str) -> nn.Module:
     """Build the model of a script on this rank, as its `train` does."""
     script = scripts.load(path)
@@ -394,7 +359,7 @@ def build(path: Path, seed: int, *options: str) -> nn.Module:
     if path == FSDP2:
         return script.build(SMOKE, CPU, script.parse_args())
     if path == DEEPSPEED:
-        config = script.parse_args().engine_config
+        config = script.parse_args().ds_config
         sharding.load_deepspeed().init_distributed("gloo")
         return script.build(SMOKE, CPU, config, seed)
     # that of Ray Train wraps the model, too, and asks Ray for the device
@@ -466,26 +431,38 @@ def test_a_checkpoint_of_ray_train_has_all_that_a_run_goes_on_with(tmp_path):
 
     def go_on() -> tuple:
         dist.init_process_group("gloo")
-        script = scripts.load(RAY)
-        script.ray.train.report = lambda metrics, checkpoint: (
-            checkpoint and shutil.copytree(checkpoint.path, kept)
+        script, train = scripts.load(RAY), ray_runs.ray.train
+        reported = []
+        train.report = lambda metrics, checkpoint: (
+            reported.append(metrics)
+            or (checkpoint and shutil.copytree(checkpoint.path, kept))
         )
-        config = {"run": {"--lr": 0.1}, "run_folder": tmp_path, "epochs": 3}
-        config |= {"checkpoint_dir": tmp_path}
+        train.get_preemption_info = lambda: None
+        train.get_checkpoint = lambda: None
+
+        def start(parts: tuple) -> ray_runs.RayRun:
+            how = script.save_checkpoint, script.load_checkpoint
+            run = ray_runs.RayRun(tmp_path, RAY.stem, *how, {"--lr": 0.1})
+            run.resume(*parts)
+            return run
+
         saved = trained(0)
-        script.generators.seed_rank(0)
-        at = {"epoch": 1, "images": 24, "accuracy": 0.5}
-        script.report(*saved, at | {"loss": 0.1}, config)
-        drawn = torch.rand(3).tolist()
-        dist.barrier()
-        checkpoint = script.ray.train.Checkpoint.from_directory(kept)
-        script.ray.train.get_checkpoint = lambda: checkpoint
-        loaded = trained(1)
+        runs.seed_rank(0)
         with contextlib.redirect_stdout(io.StringIO()) as printed:
-            assert script.load_latest(*loaded, config) == at
+            run = start(saved)
+            next(run.epochs(2))
+            run.done(0.25, test_accuracy=0.5)
+            drawn = torch.rand(3).tolist()
+            dist.barrier()
+            checkpoint = train.Checkpoint.from_directory(kept)
+            train.get_checkpoint = lambda: checkpoint
+            loaded = trained(1)
+            assert next(start(loaded).epochs(2)) == 1
         assert torch.rand(3).tolist() == drawn
         pairs = zip(numbers(*loaded), numbers(*saved), strict=True)
         assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
+        where = {"epoch": 1, "items": 0, "steps": 0}
+        assert reported == [where | {"loss": 0.25, "test_accuracy": 0.5}]
         return drawn, printed.getvalue()
 
     (one, printed), (other, silent) = run_ranks(go_on, 2)
@@ -606,7 +583,7 @@ def test_offloaded_shards_are_built_on_meta_and_train_the_same(tmp_path):
     first, plain_first, second, plain_second = run_ranks(train_all, 2)[0]
     assert [policies for _, policies in (first, plain_first, second)] == [1, 0, 1]
     assert first[0] == plain_first[0] and second[0] == plain_second[0]
-    assert second[0]["first_step"] == 2 and len(second[0]["losses"]) == 2
+    assert second[0]["steps"] == 4
     ours, theirs = (
         torch.load(tmp_path / f"{name}.pt", weights_only=True)
         for name in ("offloaded", "as is")
@@ -652,29 +629,54 @@ def test_what_is_saved_in_the_background_is_the_state_of_its_step(tmp_path):
         train("at once")
 
     run_ranks(train_both, 2)
-    for step in ("step-000002", "step-000004"):
+    for step in ("train_fsdp2-000002", "train_fsdp2-000004"):
         saved = []
         for name in ("background", "at once"):
             dcp_to_torch_save(tmp_path / name / step, tmp_path / "whole.pt")
             saved.append(torch.load(tmp_path / "whole.pt", weights_only=True))
         ours, theirs = ((s["model"], s["optimizer"]["state"]) for s in saved)
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
-        assert saved[0]["step"] == saved[1]["step"] == int(step[-1])
-    assert len(list((tmp_path / "background").glob("step-*"))) == 2
+    assert len(list((tmp_path / "background").glob("train_fsdp2-*"))) == 2
 
 
-def test_a_half_written_checkpoint_is_not_taken(tmp_path):
-    """FSDP2 writes .metadata last, DeepSpeed's script `latest`."""
-    for name in ("step-000002", "step-000005", "step-000010"):
-        (tmp_path / name).mkdir()
-    for name in ("step-000002", "step-000005"):
-        (tmp_path / name / ".metadata").touch()
-    (tmp_path / "latest").write_text("step-000005")
-    for script in (sharding.TRAIN_FSDP2, sharding.TRAIN_DEEPSPEED):
-        found = scripts.load(script).last_checkpoint(tmp_path)
-        assert found == tmp_path / "step-000005"
-        steps = sorted(tmp_path.glob("step-*"))
-        assert list(map(scripts.load(script).is_whole, steps)) == [True, True, False]
-    (tmp_path / "latest").write_text("step-000002\n")  # as by an editor, or `echo`
-    found = scripts.load(sharding.TRAIN_DEEPSPEED).last_checkpoint(tmp_path)
-    assert found == tmp_path / "step-000002"
+@pytest.mark.slow
+def test_activations_computed_again_change_no_step_and_cost_less_memory():
+    """The more is computed again, the less is kept until the backward pass."""
+
+    def train(how: str) -> tuple[list[float], int]:
+        sys.argv = ["train_fsdp2.py", "--smoke-test", "--checkpointing", how]
+        script = scripts.load(FSDP2)
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
+        model = script.build(SMOKE, CPU, script.parse_args())
+        optimizer = torch.optim.AdamW(model.parameters())
+        losses = []
+        train_set = datasets.text("train", SMOKE.block_size)
+        for step in range(3):
+            batch = datasets.share_of_batch(train_set, step, 16, dist.get_rank(), 2)
+            with count_memory() as counter:
+                losses.append(script.train_step(model, optimizer, *batch, 1.0).item())
+        return losses, counter.peak
+
+    def train_all() -> list:
+        return [train(how) for how in ("none", "selective", "full")]
+
+    for (none, most), (selective, less), (full, least) in run_ranks(train_all, 2):
+        assert none == pytest.approx(selective, abs=1e-5)
+        assert none == pytest.approx(full, abs=1e-5)
+        assert most > 1.1 * less > 1.2 * least
+
+
+def test_the_learning_rate_rises_and_falls_by_the_number_of_the_step():
+    group, args = {}, Namespace(lr=1.0, warmup_steps=3, decay_steps=10)
+    optimizer = Namespace(param_groups=[group])
+    found = []
+    for step in range(15):
+        torchrun_or_ray.set_lr(optimizer, step, args)
+        found.append(group["lr"])
+    assert found[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert found[8] == pytest.approx(0.55)
+    assert found[13:] == pytest.approx([0.1, 0.1])
+    args = Namespace(lr=1.0, warmup_steps=0, decay_steps=None)
+    torchrun_or_ray.set_lr(optimizer, 5, args)
+    assert group["lr"] == 1.0

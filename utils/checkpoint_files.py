@@ -5,7 +5,6 @@ import errno
 import os
 import pickle
 import re
-import secrets
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,22 +55,18 @@ def write_whole(path: Path) -> Iterator[BinaryIO]:
     Raises:
         BadInput: the disk is full or cannot be written to; says so, and what to do.
     """
-    # a name of its own: a save that hangs must not give its name to what this one writes
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    part = path.with_name(f".{path.name}.part")
     with explain_writing(path):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            for left in path.parent.iterdir():  # by saves that were killed, or hang
-                if left.name.startswith(f".{path.name}.") and left.suffix == ".tmp":
-                    left.unlink(missing_ok=True)
-            with temporary.open("wb") as file:
+            with part.open("wb") as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())  # else the name may come before the data
-            os.replace(temporary, path)
+            os.replace(part, path)
         finally:
             with contextlib.suppress(OSError):
-                temporary.unlink()  # nothing is there if it has its name
+                part.unlink()  # nothing is there if it has its name
 
 
 @contextlib.contextmanager
@@ -97,89 +92,58 @@ def explain_writing(path: Path | str) -> Iterator[None]:
         ) from error
 
 
+# What torch, its distributed checkpoints and DeepSpeed raise for files that are cut, empty,
+# missing, of another kind or of another model (tried in the tests).
+_DAMAGE = (
+    OSError,
+    EOFError,
+    pickle.UnpicklingError,
+    RuntimeError,
+    AssertionError,
+    ValueError,
+    LookupError,
+    TypeError,
+)
+
+
 @contextlib.contextmanager
-def explain_reading(path: str | Path) -> Iterator[None]:
+def explain_reading(checkpoint: str | Path) -> Iterator[None]:
     """Turn a checkpoint that does not fit into a sentence, around a block that loads it.
 
-    The errors are those that torch.load and load_state_dict raise for files that are cut,
-    empty, of another kind or of another model (tried in the tests). Others are mistakes of
-    the program, or a GPU without room, and pass.
+    A GPU without room, or a rank that is gone, is no damage, and passes.
 
     Raises:
-        BadInput: the checkpoint is damaged or of another model, is not there, or cannot
-            be read.
-    """
-    hint = "name another folder, or delete it."
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise BadInput(
-            f"This worker does not see {path}: name a folder that all nodes share."
-        ) from error
-    except OSError as error:
-        raise BadInput(f"{path} cannot be read ({error.strerror}): {hint}") from error
-    except (EOFError, pickle.UnpicklingError) as error:
-        raise BadInput(
-            f"{path} is damaged, or was not written by torch.save: {hint}"
-        ) from error
-    except (RuntimeError, ValueError, LookupError, TypeError) as error:
-        if _is_of_the_machine(error):
-            raise
-        reason = f"{type(error).__name__}: {error}".strip().splitlines()[-1].strip()
-        raise BadInput(
-            f"The checkpoint {path} is damaged or of another model ({reason}): {hint}"
-        ) from error
-
-
-@contextlib.contextmanager
-def explain_loading(folder: Path, *errors: type[BaseException]) -> Iterator[None]:
-    """Turn a sharded checkpoint that does not load into a sentence, around the block.
-
-    Args:
-        folder: the checkpoint.
-        errors: what the library raises for files that are damaged, missing or of another
-            model. Others are mistakes of the program, and pass, as does a GPU without room.
-
-    Raises:
-        BadInput: it cannot be loaded; says what may be the reason.
+        BadInput: the checkpoint is damaged, of another model, or not seen by this rank.
     """
     try:
         yield
-    except errors as error:
-        if _is_of_the_machine(error):
+    except BadInput:
+        raise  # has its sentence
+    except BaseException as error:
+        # by name, as this module needs no torch
+        damaged = type(error).__name__ == "CheckpointException"
+        damaged = damaged or isinstance(error, _DAMAGE)
+        if not damaged or _is_of_the_machine(error):
             raise
+        why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
         raise BadInput(
-            f"The checkpoint {folder} is damaged, of another model, or not seen by all "
-            "nodes: name another folder, or delete it."
+            f"The checkpoint {checkpoint} is damaged, of another model, or not seen by all "
+            f"nodes ({why.strip().splitlines()[-1].strip()}): name another folder, or "
+            "delete it to go on from the one before."
         ) from error
-
-
-def check_global_batch(saved: int, now: int) -> None:
-    """Check that a run goes on with the global batch that its checkpoint was made with.
-
-    Raises:
-        BadInput: it is different.
-    """
-    if saved != now:
-        raise BadInput(
-            f"The checkpoint was trained with a global batch of {saved}, and now it is "
-            f"{now}: set --batch-size so that all workers and gradient accumulation steps "
-            f"together make {saved}."
-        )
 
 
 def _is_of_the_machine(error: BaseException) -> bool:
-    """Return whether memory was short, or a GPU failed: then no file is bad.
+    """Return whether memory was short, a GPU failed or a rank died: then no file is bad.
 
-    By name, as this module needs no torch. Its distributed checkpoints raise one error
-    with those of all ranks in it, as `failures`.
+    torch's distributed checkpoints raise one error with those of all ranks, as `failures`.
     """
     of_ranks = getattr(error, "failures", None) or {}
     errors = [error, *(failed for failed, _ in of_ranks.values())]
     kinds = {"OutOfMemoryError", "AcceleratorError"}
-    return any(
-        type(e).__name__ in kinds or "DefaultCPUAllocator" in str(e) for e in errors
-    )
+    kinds |= {"DistBackendError", "DistNetworkError"}  # another rank is gone
+    said = re.compile("DefaultCPUAllocator|gloo/transport")
+    return any(type(e).__name__ in kinds or said.search(str(e)) for e in errors)
 
 
 def _reason(error: BaseException | None) -> str | None:

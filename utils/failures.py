@@ -1,18 +1,13 @@
 """Find what failed in a run of Ray Train, and the sentence that says how to fix it."""
 
 import contextlib
-import shutil
-import zipfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pyarrow as pa
 import ray
 import ray.train
-from ray.train import CheckpointConfig, TrainingFailedError, UserCallback
-from ray.train.v2._internal.exceptions import CheckpointManagerInitializationError
+from ray.train import TrainingFailedError, UserCallback
 
-from utils import runs
 from utils.errors import BadInput
 
 UNREADABLE = (OSError, pa.ArrowException)
@@ -37,48 +32,6 @@ class NoRestartOnBadInput(UserCallback):
         for error in worker_exceptions.values():
             if isinstance(_cause(error), BadInput):
                 raise error
-
-
-def run_options(name: str, folder: Path, keep: int) -> dict:
-    """Return options for `RunConfig(**...)`: of a run that goes on by its name.
-
-    Of its checkpoints, in `folder`, the newest `keep` are kept. Bad input ends it at once.
-    """
-    return {
-        "name": name,
-        "storage_path": str(folder),
-        "checkpoint_config": CheckpointConfig(num_to_keep=keep),
-        "callbacks": [NoRestartOnBadInput()],
-    }
-
-
-def remove_cut_off(run: Path) -> None:
-    """Remove from a run's folder what killed saves left: all that Ray does not list.
-
-    It is as large as a checkpoint, and Ray never takes it for one. Where there is no list,
-    what can be read stays: `torch.save` writes zip archives, and a file that was cut off
-    is none. Call it while nobody trains this run.
-
-    Raises:
-        BadInput: the list names a checkpoint that somebody has deleted, was cut off, or is
-            of another version of Ray.
-    """
-    for path in run.glob(f"{runs.SAVING}*/"):  # before Ray had it
-        shutil.rmtree(path, ignore_errors=True)
-    found = set(run.glob("checkpoint_*/"))
-    try:
-        listed = ray.train.Result.from_path(run).best_checkpoints or []
-        whole = {Path(checkpoint.path).name for checkpoint, _ in listed}
-    except RuntimeError:  # there is no list: no save has ended, or somebody lost it
-        whole = {p.name for p in found if zipfile.is_zipfile(p / "checkpoint.pt")}
-    except CheckpointManagerInitializationError as error:
-        raise BadInput(
-            f"Ray's list of checkpoints in {run} does not fit ({_first_sentence(error)}): "
-            f"name another folder, or delete {run} to start anew."
-        ) from error
-    for path in found:
-        if path.name not in whole:
-            shutil.rmtree(path, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -136,10 +89,6 @@ def errors_behind(failure: Exception) -> list[Exception]:
 def _cause(error: Exception) -> Exception:
     """Return the error that a task raised, without Ray's wrap; a worker's as it is."""
     return error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
-
-
-def _first_sentence(error: Exception) -> str:
-    return " ".join(str(error).split()).partition(". ")[0].rstrip(".")
 
 
 def _could_not_read(error: Exception) -> bool:

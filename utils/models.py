@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torchvision.models import resnet18 as torchvision_resnet18
 
 from utils.errors import BadInput
@@ -137,6 +138,33 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
+
+
+def checkpoint_blocks(model: GPT, what: str) -> None:
+    """Let a GPT's blocks compute their activations again in the backward pass.
+
+    Args:
+        model: before it is sharded.
+        what: "none"; "full": of a block only its input is kept; "selective": also what its
+            matrix products and attention return, which would cost most to compute again.
+
+    Source: https://docs.pytorch.org/docs/stable/checkpoint.html
+    """
+    if what == "none":
+        return
+    options: dict = {"use_reentrant": False}
+    if what == "selective":
+        aten = torch.ops.aten
+        kept = [
+            aten.mm.default,
+            aten.addmm.default,
+            aten._scaled_dot_product_flash_attention.default,
+            aten._scaled_dot_product_flash_attention_for_cpu.default,
+            aten._scaled_dot_product_efficient_attention.default,
+        ]
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
+    for block in model.blocks:
+        block.forward = partial(checkpoint, block.forward, **options)
 
 
 @torch.no_grad()

@@ -50,7 +50,7 @@ def check_fits(num_workers: int, resources_per_worker: dict[str, float]) -> None
     _say_if_waiting({name: n * num_workers for name, n in needed.items()})
 
 
-def check_spare_cpus(num_workers: int) -> None:
+def check_spare_cpus(num_workers: int, smoke_test: bool = False) -> None:
     """Check that a CPU is left for Ray Data when every worker has what it asks for.
 
     On a cluster that adds nodes when they are asked for, nothing is checked.
@@ -61,7 +61,8 @@ def check_spare_cpus(num_workers: int) -> None:
     if grows():
         return
     cpus = ray.cluster_resources().get("CPU", 0)
-    taken = num_workers * default_resources().get("CPU", 0)  # none where they take GPUs
+    # none where they take GPUs
+    taken = num_workers * default_resources(smoke_test).get("CPU", 0)
     if cpus < taken + 1:
         raise BadInput(
             f"The cluster has {cpus:g} CPUs and its {num_workers} workers take {taken}, so "
@@ -128,14 +129,14 @@ def _check_seen(folder: Path, nodes: list[dict]) -> None:
         )
 
 
-def use_gpu() -> bool:
+def use_gpu(smoke_test: bool = False) -> bool:
     """Return whether workers get GPUs: in full mode, if the cluster has any or adds nodes.
 
     Call it after `start_ray`: the cluster counts, not this machine, which may be a head
     without GPUs. On such a head set WORKSHOP_MODE=full, as "auto" looks at this machine.
     """
-    if settings.mode() != "full" or not ray.is_initialized():
-        return settings.device().type == "cuda"
+    if settings.mode(smoke_test) != "full" or not ray.is_initialized():
+        return settings.device(smoke_test).type == "cuda"
     return grows() or ray.cluster_resources().get("GPU", 0) > 0
 
 
@@ -144,12 +145,12 @@ def gpus_are_elsewhere() -> bool:
     return use_gpu() and settings.device().type == "cpu"
 
 
-def default_resources() -> dict[str, float]:
+def default_resources(smoke_test: bool = False) -> dict[str, float]:
     """Return what a Ray Train worker asks for by default: a GPU and no CPU, or a CPU.
 
     Call it after `start_ray`. Source: `ray.train.ScalingConfig`.
     """
-    return {"GPU": 1} if use_gpu() else {"CPU": 1}
+    return {"GPU": 1} if use_gpu(smoke_test) else {"CPU": 1}
 
 
 def grows() -> bool:

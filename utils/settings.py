@@ -12,15 +12,18 @@ MODES = ("auto", "smoke", "full")
 T = TypeVar("T")
 
 
-def mode() -> str:
+def mode(smoke_test: bool = False) -> str:
     """Return the run mode: "smoke" (CPU and gloo, small) or "full" (GPUs).
 
-    Read from the environment variable WORKSHOP_MODE. "auto", the default, means "full"
-    where CUDA is visible and "smoke" elsewhere.
+    Read from the environment variable WORKSHOP_MODE, unless a script's `--smoke-test` asks
+    for "smoke". "auto", the default, means "full" where CUDA is visible and "smoke"
+    elsewhere.
 
     Raises:
         BadInput: WORKSHOP_MODE is not one of auto, smoke and full.
     """
+    if smoke_test:
+        return "smoke"
     chosen = os.environ.get("WORKSHOP_MODE", "auto").strip().lower()
     if chosen not in MODES:
         raise BadInput(
@@ -37,7 +40,7 @@ def pick(*, smoke: T, full: T) -> T:
     return smoke if mode() == "smoke" else full
 
 
-def device():
+def device(smoke_test: bool = False):
     """Return this process's torch.device: its own GPU in full mode, else the CPU.
 
     The GPU is the one numbered LOCAL_RANK, which torchrun and Ray Train set for every
@@ -45,14 +48,14 @@ def device():
     """
     import torch  # here, not above: importing it takes 2 s that the mode alone need not
 
-    if mode() == "full" and torch.cuda.is_available():
+    if mode(smoke_test) == "full" and torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     return torch.device("cpu")
 
 
-def set_device():
+def set_device(smoke_test: bool = False):
     """Select this process's GPU, if it has one. Returns its torch.device."""
-    found = device()
+    found = device(smoke_test)
     if found.type == "cuda":
         import torch
 
@@ -60,12 +63,12 @@ def set_device():
     return found
 
 
-def loader_options() -> dict[str, Any]:
-    """Return options of a DataLoader that feeds `device()`: for a GPU, it works ahead.
+def loader_options(device) -> dict[str, Any]:
+    """Return options of a DataLoader that feeds a device: for a GPU, it works ahead.
 
     Copies from pinned memory can overlap with the GPU's work (`non_blocking=True`).
     """
-    if device().type == "cpu":  # its cores train
+    if device.type == "cpu":  # its cores train
         return {}
     return {"num_workers": 4, "pin_memory": True}
 
@@ -77,14 +80,14 @@ def send(tensor, device):
     return tensor.to(device, non_blocking=True)
 
 
-def backend() -> str:
-    """Return the torch.distributed backend: "nccl" if `device()` is a GPU, else "gloo"."""
-    return "nccl" if device().type == "cuda" else "gloo"
+def backend(of=None) -> str:
+    """Return the torch.distributed backend of a device, by default of `device()`."""
+    return "nccl" if (of or device()).type == "cuda" else "gloo"
 
 
-def num_workers() -> int:
+def num_workers(smoke_test: bool = False) -> int:
     """Return how many workers to train with here: one per GPU in full mode, else 2."""
-    if mode() == "full" and _cuda_is_available():
+    if mode(smoke_test) == "full" and _cuda_is_available():
         import torch
 
         return torch.cuda.device_count()
@@ -128,6 +131,11 @@ def local_path(text: str) -> Path:
             "mount."
         )
     return Path(text).expanduser().absolute()
+
+
+def path_or_address(text: str) -> Path | str:
+    """Return an absolute path, or an address as it is; a `type` for argparse."""
+    return text if "://" in text else local_path(text)
 
 
 def _cuda_is_available() -> bool:

@@ -2,23 +2,11 @@
 
 import logging
 import os
-import pickle
 from pathlib import Path
 from unittest import mock
 
 from utils import memory, settings
 from utils.errors import BadInput
-
-# What `engine.load_checkpoint` raises for files that are damaged or missing, or of another
-# model; the KeyError is for one that another script has saved.
-LOAD_ERRORS = (
-    OSError,
-    EOFError,
-    RuntimeError,
-    AssertionError,
-    KeyError,
-    pickle.UnpicklingError,
-)
 
 
 def load_deepspeed():
@@ -76,8 +64,8 @@ def check_world_size(checkpoint: Path, world_size: int) -> None:
             f"The checkpoint {checkpoint.name} was made for {made_for} workers, and there "
             f"are {world_size}: convert it with `python -m deepspeed.checkpoint."
             f"ds_to_universal --input_folder {checkpoint} --output_folder "
-            f"{checkpoint}-universal --inject_missing_state`, and write "
-            f"{checkpoint.name}-universal into the file `latest`."
+            f"{checkpoint}-universal --inject_missing_state`, and copy run.json and "
+            "random.pt into that: the next start takes it."
         )
 
 

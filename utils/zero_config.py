@@ -8,7 +8,7 @@ from utils.errors import BadInput
 # The option that replaces a key of the file.
 OPTIONS = {
     "train_micro_batch_size_per_gpu": "--batch-size",
-    "gradient_accumulation_steps": "--gradient-accumulation-steps",
+    "gradient_accumulation_steps": "--accumulate",
     "gradient_clipping": "--clip",
 }
 

@@ -8,7 +8,7 @@ images to stream, as many as you want.
 
 from torch.utils.data import Dataset
 
-from utils.datasets.batches import ResumableSampler, check_batch_size, share_of_batch
+from utils.datasets.batches import check_batch_size, share_of_batch
 from utils.datasets.by_value import ByValue
 from utils.datasets.downloaded import cifar10, fashion_mnist, mnist
 from utils.datasets.shards import path_or_digits, write_shards
@@ -18,7 +18,6 @@ from utils.errors import BadInput
 __all__ = [
     "DATASETS",
     "ByValue",
-    "ResumableSampler",
     "check_batch_size",
     "cifar10",
     "digits",

@@ -1,35 +1,9 @@
 """Which examples a rank trains on in which step."""
 
-from collections.abc import Iterator
-from itertools import islice
-
 import torch
-from torch.utils.data import DistributedSampler, TensorDataset
+from torch.utils.data import TensorDataset
 
 from utils.errors import BadInput
-
-
-class ResumableSampler(DistributedSampler):
-    """A DistributedSampler that can begin in the middle of an epoch.
-
-    Source: torch/utils/data/distributed.py
-    """
-
-    start = 0
-
-    def set_epoch(self, epoch: int, start: int = 0) -> None:
-        """Choose the order of an epoch, and how many of this rank's examples to skip.
-
-        Those that are skipped are not loaded.
-        """
-        super().set_epoch(epoch)
-        self.start = start
-
-    def __iter__(self) -> Iterator[int]:
-        return islice(super().__iter__(), self.start, None)
-
-    def __len__(self) -> int:
-        return super().__len__() - self.start
 
 
 def share_of_batch(
