@@ -66,7 +66,7 @@ def train(args, device):
             f"{args.batch_size * world_size} global, {len(train_loader)} steps per epoch"
         )
     bf16 = device.type == "cuda" if args.bf16 is None else args.bf16
-    # it does not go on with others
+    # a run does not go on with other settings
     chosen = command_line.chosen(args, "dataset", "batch_size", "lr", "seed")
     chosen["--bf16"] = bf16
     parts = save_checkpoint, load_checkpoint

@@ -37,7 +37,7 @@ def train(args, stop_file=None):
     train_set = datasets.text("train", shape.block_size, args.text)
     test_set = datasets.text("test", shape.block_size, args.text)
     names = "model", "text", "lr", "warmup_steps", "decay_steps", "seed"
-    # it does not go on with others
+    # a run does not go on with other settings
     chosen = command_line.chosen(args, *names)
     parts = save_checkpoint, load_checkpoint
     folder = args.checkpoint_dir

@@ -38,7 +38,7 @@ def train(args, stop_file=None):
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     global_batch = args.batch_size * args.accumulate * world_size
     names = "model", "text", "lr", "warmup_steps", "decay_steps", "clip", "seed", "bf16"
-    # it does not go on with others
+    # a run does not go on with other settings
     chosen = command_line.chosen(args, *names) | {"global batch": global_batch}
     parts = save_checkpoint, load_checkpoint
     folder = args.checkpoint_dir

@@ -49,7 +49,6 @@ except ImportError:  # taken along: a full disk or a damaged file is a traceback
 EXIT_STATUS = 128 + signal.SIGTERM
 NOTHING, SAVE, STOP = range(3)
 NOTICE_EVERY_S = 5.0  # Ray Train looks for drained nodes as often
-PRINT_EVERY = 20  # steps: a GPU has to finish its step for a loss that is printed
 # `train-000050`, or what DeepSpeed's converter makes of it
 NAME = re.compile(r"([^.].*)-(\d{6,})(-universal)?")
 STATE, RANDOM = "run.json", "random.pt"  # in each checkpoint, beside what `save` writes
@@ -188,10 +187,15 @@ class Run:
         self._save()
         self._say(f"{time.perf_counter() - self._started:.1f} s")
 
-    def each_step(self, total: int, save_every: int) -> Iterator[int]:
-        """Yield the number of each step that is left, from 0 on; end it with `stepped`."""
+    def each_step(
+        self, total: int, save_every: int, print_every: int = 20
+    ) -> Iterator[int]:
+        """Yield the number of each step that is left, from 0 on; end it with `stepped`.
+
+        A loss that is printed costs a GPU a wait for its step; 0: none is.
+        """
         self._begin("step", total)
-        self._save_every = save_every
+        self._save_every, self._print_every = save_every, print_every
         self._since, self._started = self.steps, time.perf_counter()
         while self._goes_on():
             yield self.steps
@@ -208,7 +212,7 @@ class Run:
             BadInput: the loss, when it is looked at, is no number. Nothing is saved then.
         """
         self.steps += 1
-        prints = self.steps % PRINT_EVERY == 0
+        prints = self._print_every and self.steps % self._print_every == 0
         asked = self._stop.agreed()
         is_due = (
             asked or self.steps % self._save_every == 0 or self.steps == self._total
