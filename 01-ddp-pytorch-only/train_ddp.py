@@ -78,7 +78,7 @@ def train(args, device):
         loss = train_epoch(wrapped, optimizer, batches, device, bf16)
         accuracy = None if run.interrupted else evaluate(model, test_set, device)
         run.done(loss, test_accuracy=accuracy)  # NEW: saves, and rank 0 prints
-    return run.report()
+    return run.summary()
 
 
 def train_epoch(model, optimizer, batches, device, bf16=False):
@@ -137,11 +137,11 @@ def load_checkpoint(checkpoint, model, optimizer):
 
 def main():
     args = command_line.parse_images(__doc__)
-    report = train(args, set_up(args.smoke_test))
+    summary = train(args, set_up(args.smoke_test))
     # DDP's objects hold on to the process group: free them first, or the exit may abort.
     gc.collect()
     dist.destroy_process_group()  # NEW
-    exit_with(report)
+    exit_with(summary)
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def train_fn(config):
         loss = train_epoch(wrapped, optimizer, batches, device, bf16)
         accuracy = None if run.interrupted else evaluate(model, test_set, device)
         run.done(loss, test_accuracy=accuracy)  # NEW: reports to Ray
-    return run.report()
+    return run.summary()
 
 
 def train_epoch(model, optimizer, batches, device, bf16=False):

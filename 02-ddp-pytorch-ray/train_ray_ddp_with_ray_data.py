@@ -90,7 +90,7 @@ def train_fn(config):
             test_shard = ray.train.get_dataset_shard("test")
             found["test_accuracy"] = evaluate(model, test_shard, device)
         run.done(loss, **found)  # NEW: reports to Ray
-    return run.report()
+    return run.summary()
 
 
 def train_epoch(model, optimizer, batches, device, bf16=False):

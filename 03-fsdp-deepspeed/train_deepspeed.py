@@ -62,10 +62,10 @@ def train(args, stop_file=None):
         # saves where it is due, or where a rank was asked to stop
         run.stepped(loss, tokens=global_batch * shape.block_size)  # NEW
     if run.stopped:
-        return run.report()
+        return run.summary()
     if args.export:
         export(engine, newest(args.checkpoint_dir, run.name), args.export)
-    return run.report(test_loss=evaluate(engine, test_set, device))
+    return run.summary(test_loss=evaluate(engine, test_set, device))
 
 
 def build(shape, device, config, seed=0):

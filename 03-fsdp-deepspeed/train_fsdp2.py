@@ -57,10 +57,10 @@ def train(args, stop_file=None):
         # saves where it is due, or where a rank was asked to stop
         run.stepped(loss, tokens=global_batch * config.block_size)  # NEW
     if run.stopped:
-        return run.report()
+        return run.summary()
     if args.export:
         export(model, args.export)
-    return run.report(test_loss=evaluate(model, test_set, device))
+    return run.summary(test_loss=evaluate(model, test_set, device))
 
 
 def build(config, device, args):

@@ -320,7 +320,9 @@ def test_a_node_that_is_taken_back_with_notice_costs_no_step(tmp_path):
         assert code == 0, f"{out}{err}"
         code, out, err = run.end()
         assert code == 0, f"{out}{err}"
-        assert re.search(r"goes on after epoch \d+ of drained, and \d+ items", out), out
+        assert re.search(r"goes on after epoch \d+ of 'drained', and \d+ items", out), (
+            out
+        )
         ours, theirs = weights(drained), weights(undisturbed)
         assert all(torch.equal(ours[name], theirs[name]) for name in ours | theirs)
 

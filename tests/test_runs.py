@@ -69,9 +69,9 @@ def names(folder: Path) -> set[str]:
 @pytest.mark.usefixtures("alone")
 def test_a_run_goes_on_after_its_newest_checkpoint_and_keeps_two(tmp_path, capsys):
     for total, line in (
-        (7, "starts anew: D holds no checkpoint yet"),
-        (9, "goes on after step 7 of D"),
-        (9, "nothing is left to train after step 9 of D: ask for more"),
+        (7, "starts anew: 'D' holds no checkpoint yet"),
+        (9, "goes on after step 7 of 'D'"),
+        (9, "nothing is left to train after step 9 of 'D': ask for more"),
     ):
         take_steps(tmp_path / "D", total)
         assert capsys.readouterr().out.splitlines()[0] == line
@@ -372,7 +372,7 @@ def test_a_stream_that_has_no_middle_begins_its_epoch_anew(tmp_path):
             if run.epoch == 1 and batch == 2:
                 signal.raise_signal(signal.SIGTERM)
         run.done(1.0)
-    said = run.report()["says"]
+    said = run.summary()["says"]
     assert said == "stopped in epoch 2 of 3: the same command begins that epoch anew"
     assert (run.epoch, run.interrupted) == (1, True)
     assert names(tmp_path) == {"train-000004"}

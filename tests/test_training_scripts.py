@@ -157,7 +157,7 @@ def test_a_run_that_is_stopped_goes_on_as_if_nothing_had_happened(path, tmp_path
     one, other = by_rank
     assert one[0]["drawn"] != other[0]["drawn"]
     _, stopped, resumed, again = (found["printed"] for found in one)
-    assert "starts anew: stopped holds no checkpoint yet" in stopped
+    assert "starts anew: 'stopped' holds no checkpoint yet" in stopped
     assert "goes on after" in resumed and "nothing is left to train" in again
     assert not any("goes on" in found["printed"] for found in other)
 

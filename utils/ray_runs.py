@@ -149,19 +149,19 @@ def end(result, checkpoint_dir: Path | str | None) -> None:
     """Say how a run ended; where it was stopped, end the program, as `runs.exit_with`.
 
     Args:
-        result: of `fit`, whose function returned `RayRun.report()`.
+        result: of `fit`, whose function returned `RayRun.summary()`.
         checkpoint_dir: where the same command goes on; None: nowhere.
     """
-    report = result.return_value
+    summary = result.return_value
     saved = f"he last checkpoint is in {result.checkpoint and result.checkpoint.path}"
-    if not report["stopped"]:
-        report["says"] = f"Trained. T{saved}"
+    if not summary["stopped"]:
+        summary["says"] = f"Trained. T{saved}"
     elif not checkpoint_dir and result.checkpoint:
-        report["says"] = (
-            f"{report['says'].partition(':')[0]}: t{saved}, but the same command starts "
+        summary["says"] = (
+            f"{summary['says'].partition(':')[0]}: t{saved}, but the same command starts "
             "anew, as --checkpoint-dir names no folder"
         )
-    runs.exit_with(report)
+    runs.exit_with(summary)
 
 
 @contextlib.contextmanager

@@ -317,10 +317,10 @@ class Run:
         self._unit, self._total = unit, total
         if dist.get_rank() or not self.folder:
             return
-        done = f"{unit} {self._done()} of {self.folder.name}"
+        done = f"{unit} {self._done()} of {self.folder.name!r}"
         line = f"goes on after {done}"
         if not self.found:
-            line = f"starts anew: {self.folder.name} holds no checkpoint yet"
+            line = f"starts anew: {self.folder.name!r} holds no checkpoint yet"
         elif not self._goes_on():
             line = f"nothing is left to train after {done}: ask for more"
         elif self.items:
@@ -354,7 +354,7 @@ class Run:
         """Whether ranks were asked to stop before the end, and have."""
         return bool(self._stopped)
 
-    def report(self, **metrics) -> dict[str, Any]:
+    def summary(self, **metrics) -> dict[str, Any]:
         """Return where the run stands, what it has measured, and the line for `exit_with`.
 
         Args:
@@ -415,15 +415,15 @@ def in_words(metrics: dict[str, float]) -> str:
     )
 
 
-def exit_with(report: dict) -> None:
+def exit_with(summary: dict) -> None:
     """Say on rank 0 how a run has ended; where it was stopped, end the program.
 
     Raises:
         SystemExit: it was stopped; its status tells a scheduler to start it again.
     """
-    if report["says"] and os.environ.get("RANK", "0") == "0":
-        print(report["says"])
-    if report["stopped"]:
+    if summary["says"] and os.environ.get("RANK", "0") == "0":
+        print(summary["says"])
+    if summary["stopped"]:
         sys.exit(EXIT_STATUS)
 
 

@@ -3,14 +3,16 @@
 import ast
 import difflib
 import inspect
+import textwrap
 from pathlib import Path
 
 from IPython.display import Markdown
 
 
 def source(*objects) -> Markdown:
-    """Show the source code of functions or classes, highlighted."""
-    code = "\n\n".join(inspect.getsource(each).rstrip() for each in objects)
+    """Show the source code of functions, methods or classes, highlighted."""
+    sources = (textwrap.dedent(inspect.getsource(each)) for each in objects)
+    code = "\n\n".join(source.rstrip() for source in sources)
     return Markdown(f"```python\n{code}\n```")
 
 

@@ -55,10 +55,10 @@ class Parser(command_line.Parser):
 
 
 def launch(train: Callable, args: Namespace, name: str, offload: bool = False) -> None:
-    """Call `train(args, stop_file)` on every rank, and end as its report says.
+    """Call `train(args, stop_file)` on every rank, and end as its summary says.
 
     Args:
-        train: returns `Run.report()`.
+        train: returns `Run.summary()`.
         args: of the command line: with `num_workers`, Ray Train starts that many ranks;
             else torchrun has started this process as one of several.
         name: of the script.
@@ -69,20 +69,20 @@ def launch(train: Callable, args: Namespace, name: str, offload: bool = False) -
 
 
 def under_torchrun(train: Callable, args: Namespace, name: str, offload: bool) -> dict:
-    """Train in this process; returns the report."""
+    """Train in this process; returns its summary."""
     device = settings.set_device(args.smoke_test)
     own_gpu = device if device.type == "cuda" else None
     backend = "cpu:gloo,cuda:nccl" if offload else settings.backend(device)
     dist.init_process_group(backend, device_id=own_gpu)  # NEW
-    report = train(args, None)
+    summary = train(args, None)
     # What is sharded holds on to the process group: free it first, or the exit may abort.
     gc.collect()
     dist.destroy_process_group()  # NEW
-    return report
+    return summary
 
 
 def with_ray(train: Callable, args: Namespace, name: str, offload: bool) -> dict:
-    """Let Ray Train start the workers, and once more if one dies; returns the report."""
+    """Let Ray Train start the workers, and once more if one dies; returns its summary."""
     from utils.cluster import start_ray  # isort: split
 
     from ray.train import ScalingConfig
