@@ -189,7 +189,7 @@ def test_functions_of_the_ray_notebook_are_those_of_the_script():
         )
         if source.startswith("def ")
     )
-    for name in ("load_data", "build", "report", "train_fn"):
+    for name in ("load_data", "build", "train_fn"):
         shown, taken = (
             ast.parse(function_source(text, name)) for text in (lesson, script)
         )

@@ -412,6 +412,21 @@ def test_weights_come_from_the_seed_and_random_numbers_also_from_the_rank(
     assert ranks[0][1] != ranks[1][1]
 
 
+@by_name(DDP, RAY, STREAM)
+def test_rank_0_alone_writes_what_all_ranks_hold(path, tmp_path):
+    """Each rank gets a folder of its own here."""
+
+    def save() -> int:
+        dist.init_process_group("gloo")
+        model, optimizer = always_zero()
+        mine = tmp_path / str(dist.get_rank())
+        mine.mkdir()
+        scripts.load(path).save_checkpoint(mine, model, optimizer)
+        return len(list(mine.iterdir()))
+
+    assert run_ranks(save, 2) == [1, 0]
+
+
 def test_a_checkpoint_of_ray_train_has_all_that_a_run_goes_on_with(tmp_path):
     """Ray keeps what rank 0 reports, and hands it out: here, a copy of the folder. The
     functions of both scripts are equal (tests/test_scripts_agree.py)."""
