@@ -32,7 +32,9 @@ def bucket(monkeypatch, tmp_path):
     for name, value in ours.items():
         monkeypatch.setenv(name, value)
     wait_until(lambda: "Running on" in (tmp_path / "server.log").read_text(), server)
-    system = fs.S3FileSystem(allow_bucket_creation=True)
+    # unlike `from_uri`, this does not read the address of the server
+    here = {"endpoint_override": f"127.0.0.1:{port}", "scheme": "http"}
+    system = fs.S3FileSystem(allow_bucket_creation=True, **here)
     system.create_dir("bucket")
     yield system
     server.kill()

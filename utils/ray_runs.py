@@ -193,16 +193,18 @@ def clean(folder: Path | str) -> None:
     Call it while nobody trains in it.
 
     Raises:
-        BadInput: the address cannot be read; the list was cut off, or is of another
+        BadInput: the address cannot be used; the list was cut off, or is of another
             version of Ray.
     """
     try:
         system, root = fs.FileSystem.from_uri(str(folder))
+        if is_address(folder):
+            system.create_dir(root)  # that of a path was made when it was locked
         there = system.get_file_info(fs.FileSelector(root, allow_not_found=True))
     except (OSError, pa.ArrowException) as error:
         first = " ".join(str(error).split()).partition(". ")[0]
         raise BadInput(
-            f"--checkpoint-dir {folder} cannot be read ({first}): name another."
+            f"--checkpoint-dir {folder} cannot be used ({first}): name another."
         ) from error
     folders = {each.base_name for each in there if each.type == fs.FileType.Directory}
     whole = {name for name in folders if NAME.fullmatch(name)}
