@@ -188,6 +188,22 @@ def test_what_is_written_meanwhile_has_its_name_once_it_is_there(tmp_path):
     assert names(tmp_path) == {"train-000004", "train-000006"}
 
 
+@pytest.mark.usefixtures("alone")
+def test_a_run_that_diverges_keeps_what_is_still_being_written(tmp_path):
+    written = Future()
+    written.set_result(None)
+    run = Run(tmp_path, "train", lambda *_: written, load)
+    run.resume()
+    steps = run.each_step(2, save_every=1)
+    next(steps)
+    run.stepped(torch.tensor(1.0))
+    next(steps)
+    assert names(tmp_path) == {".train-000001.part"}
+    with pytest.raises(BadInput, match="The loss is nan in step 2"):
+        run.stepped(torch.tensor(float("nan")))
+    assert names(tmp_path) == {"train-000001"}
+
+
 HOLDER = """
 import sys, time
 from pathlib import Path

@@ -97,9 +97,7 @@ class Run:
         # done: whole epochs, items (images) of the next one, and steps of all epochs
         self.epoch = self.items = self.steps = 0
         self.metrics: dict[str, float] = {}
-        self.interrupted = (
-            False  # whether the epoch has ended early, as ranks were asked
-        )
+        self.interrupted = False  # the epoch has ended early, as ranks were asked
         self._stopped = ""  # where, if it was asked to stop before its end
         self._stop = Stop(stop_file, self._notice())
         self._group = self._stop.group
@@ -267,9 +265,8 @@ class Run:
         part = checkpoint.with_name(f".{checkpoint.name}.part")
         with explain_writing(checkpoint):
             if dist.get_rank() == 0:
-                part.mkdir(
-                    exist_ok=True
-                )  # a network disk may keep one that was deleted
+                # a network disk may keep one that was deleted
+                part.mkdir(exist_ok=True)
             dist.barrier(self._group)
             self._writing = part, self._write(part), checkpoint
         if not self._writing[1]:
@@ -375,6 +372,7 @@ class Run:
     def _finite(self, loss: float) -> float:
         if math.isfinite(loss):
             return loss
+        self._name_it()  # what is still being written was whole
         raise BadInput(f"The loss is {loss} in step {self.steps}: {DIVERGED}")
 
     def _check_weights(self) -> None:
@@ -385,6 +383,7 @@ class Run:
             getattr(p, "_local_tensor", p) for m in models for p in m.parameters()
         ]
         if not self._all(all(bool(p.isfinite().all()) for p in mine)):
+            self._name_it()
             raise BadInput(f"A weight is no number after step {self.steps}: {DIVERGED}")
 
     def _from_rank_0(self, function: Callable[[], Any]) -> Any:

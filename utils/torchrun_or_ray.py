@@ -92,9 +92,7 @@ def with_ray(train: Callable, args: Namespace, name: str, offload: bool) -> dict
 
     folder = ray_runs.folder_of(name, None)  # Ray's own files: `train` saves by itself
     if args.checkpoint_dir:
-        check_writable(
-            args.checkpoint_dir
-        )  # made here, so that all nodes are asked for it
+        check_writable(args.checkpoint_dir)  # made, so that all nodes are asked for it
     resources = {"CPU": 1.0} if args.smoke_test else None
     start_ray(args.num_workers, resources, log_to_driver=True)
     exported = args.export and args.export.parent
