@@ -22,19 +22,22 @@ def a_checkpoint(folder: Path) -> None:
 
 
 def test_a_killed_first_save_is_removed_and_nothing_else(tmp_path):
-    """Ray has no list then; with one, tests/test_stopping.py removes what it lacks."""
+    """Ray has no list then, and gets one of what is whole: its next run begins there."""
     for name in (NAMES[1], ".saving-1"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "checkpoint.pt").write_bytes(b"half")
     (tmp_path / "stop").touch()
     (tmp_path / "checkpoint_best").mkdir()  # of another program
-    a_checkpoint(tmp_path / NAMES[2])  # of a run whose list somebody lost
-    ray_runs.clean(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "stop",
-        "checkpoint_best",
-        NAMES[2],
-    }
+    a_checkpoint(tmp_path / NAMES[2])  # killed before Ray noted it
+    a_checkpoint(tmp_path / NAMES[0])
+    for _ in range(2):  # the second time there is a list
+        ray_runs.clean(tmp_path)
+        assert {path.name for path in tmp_path.iterdir()} == {
+            *("stop", "checkpoint_best", ray_runs.LIST),
+            *(NAMES[0], NAMES[2]),
+        }
+        result = ray.train.Result.from_path(tmp_path)
+        assert Path(result.checkpoint.path).name == NAMES[2]
     ray_runs.clean(tmp_path / "not there")
 
 

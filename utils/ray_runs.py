@@ -187,9 +187,10 @@ def passed_on(file: StopFile) -> Iterator[None]:
 def clean(folder: Path | str) -> None:
     """Remove from a run's folder what killed saves left: all that Ray does not list.
 
-    It is as large as a checkpoint, and Ray never takes it for one. Where there is no list,
-    what can be read stays: `torch.save` writes zip archives, and a file that was cut off
-    is none. From Ray's list goes what somebody has deleted: it would end every start.
+    It is as large as a checkpoint, and Ray never takes it for one. Where a path has no
+    list, as after a kill before the first was written, what can be read is listed:
+    `torch.save` writes zip archives, and a file that was cut off is none. From Ray's list
+    goes what somebody has deleted: it would end every start.
     Call it while nobody trains in it.
 
     Raises:
@@ -208,14 +209,34 @@ def clean(folder: Path | str) -> None:
         ) from error
     folders = {each.base_name for each in there if each.type == fs.FileType.Directory}
     whole = {name for name in folders if NAME.fullmatch(name)}
-    if any(each.base_name == LIST for each in there):
-        whole = _listed(system, root, whole)
-    elif not is_address(folder):  # no save has ended, or somebody lost the list
+    has_list = any(each.base_name == LIST for each in there)
+    if not has_list and not is_address(folder):
         files = {name: Path(folder, name, "checkpoint.pt") for name in whole}
         whole = {name for name, file in files.items() if zipfile.is_zipfile(file)}
+        if has_list := bool(whole):
+            _write_list(system, root, _new_list(sorted(whole)))
+    if has_list:
+        whole = _listed(system, root, whole)
     for name in folders - whole:
         if NAME.fullmatch(name) or name.startswith(SAVING):
             system.delete_dir(f"{root}/{name}")
+
+
+def _new_list(names: list[str]) -> dict:
+    """Return what Ray would have noted of these checkpoints, the newest last."""
+    results = [{"checkpoint_dir_name": name, "metrics": {}} for name in names]
+    noted = {"ray_version": ray.__version__, "current_report_index": len(names)}
+    noted |= {"checkpoint_results": results, "latest_checkpoint_result": results[-1]}
+    noted |= {"checkpoint_report_indices": [*range(len(names))]}
+    noted |= {"pending_training_results": [], "pending_validation_specs": []}
+    kinds = "validated", "timed_out_validation", "failed_validation"
+    return noted | {f"{kind}_checkpoint_dir_names": [] for kind in kinds}
+
+
+def _write_list(system: fs.FileSystem, root: str, noted: dict) -> None:
+    with system.open_output_stream(f"{root}/{LIST}.part") as file:
+        file.write(json.dumps(noted).encode())
+    system.move(f"{root}/{LIST}.part", f"{root}/{LIST}")
 
 
 def _listed(system: fs.FileSystem, root: str, there: set[str]) -> set[str]:
@@ -231,9 +252,7 @@ def _listed(system: fs.FileSystem, root: str, there: set[str]) -> set[str]:
             noted |= {"checkpoint_report_indices": [index for _, index in kept]}
             noted |= {"pending_validation_specs": []}
             noted["latest_checkpoint_result"] = results[-1] if results else None
-            with system.open_output_stream(f"{root}/{LIST}.part") as file:
-                file.write(json.dumps(noted).encode())
-            system.move(f"{root}/{LIST}.part", f"{root}/{LIST}")
+            _write_list(system, root, noted)
         ray.train.Result.from_path(root, system)  # as Ray itself will read it
         return {result["checkpoint_dir_name"] for result, _ in kept}
     except (
