@@ -3,19 +3,24 @@
 Executing them needs their packages: `pytest --nbval 02-ddp-pytorch-ray/electives`.
 """
 
+import json
 import re
 import shutil
 import subprocess
 import sys
-from importlib import metadata
+from importlib import import_module, metadata
 
+import nbformat
 import pytest
+import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from safetensors.torch import save_file
 
 from tests.tools import notebooks
 from tests.waiting import TIMEOUT_S
 from utils.electives import missing, needs
+from utils.models import GPT, SMOKE
 
 ROOT = notebooks.ROOT
 FOLDER = ROOT / "02-ddp-pytorch-ray" / "electives"
@@ -95,3 +100,27 @@ def test_two_workers_of_keras_equal_one(tmp_path):
     wrong.write_text(script.read_text().replace("Policy.DATA", "Policy.OFF"))
     shutil.copytree(ROOT / "utils" / "data", tmp_path / "utils" / "data")
     assert 'many["images per epoch"] == TRAINING //' in run(wrong).stderr
+
+
+@pytest.mark.weekly
+@pytest.mark.skipif(
+    bool(missing("transformers")), reason="not installed: `make electives`"
+)
+def test_transformers_loads_the_export_of_part_03(tmp_path, monkeypatch):
+    """The cell of 03/02 writes it; every logit is ours, to 1e-5."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    lesson = nbformat.read(ROOT / "03-fsdp-deepspeed" / "02_fsdp2.ipynb", as_version=4)
+    [source] = [cell.source for cell in lesson.cells if cell.id == "hf-export"]
+    names = {"json": json, "save_file": save_file}
+    exec(source.partition("\n\n\nexport_to_transformers(")[0], names)
+    torch.manual_seed(0)
+    model = GPT(SMOKE)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    names["export_to_transformers"](model.state_dict(), SMOKE, tmp_path / "gpt2")
+    load = import_module("transformers").GPT2LMHeadModel.from_pretrained
+    theirs, found = load(tmp_path / "gpt2", output_loading_info=True)
+    assert not any(found.values())
+    tokens = torch.randint(SMOKE.vocab_size, (2, SMOKE.block_size))
+    with torch.no_grad():
+        assert torch.allclose(theirs.eval()(tokens).logits, model(tokens), atol=1e-5)

@@ -1,15 +1,12 @@
 """Bytes of state and of activations: the formula of the ZeRO paper, and what is counted."""
 
-import functools
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from utils import memory
-from utils.models import GPT, GPT2_124M, SMOKE
+from utils.models import GPT, GPT2_124M, SMOKE, Llama, Shape, checkpoint_blocks
 
 
 def test_the_zero_paper():
@@ -45,51 +42,64 @@ def default_dtype():
     torch.set_default_dtype(torch.float32)
 
 
-def kept(config, checkpointing=False) -> int:
-    """Return bytes that a forward pass of 4 texts keeps; fake tensors are of any size."""
+LLAMA = Shape(4, 512, 1792, 8, 2, 1000)
+BUILD = {
+    "GPT, 0.2M": (GPT, SMOKE, SMOKE.shape),
+    "GPT, 163M": (GPT, GPT2_124M, GPT2_124M.shape),
+    "Llama": (Llama, LLAMA, LLAMA),
+}
+
+
+def kept_by(build, config, checkpointing) -> int:
+    """Return bytes that a forward pass of 4 texts keeps; fakes may have any size."""
     with FakeTensorMode(), memory.count_memory() as counter:
-        model = GPT(config)
-        for block in model.blocks if checkpointing else ():
-            block.forward = functools.partial(
-                checkpoint, block.forward, use_reentrant=False
-            )
+        model = build(config)
+        checkpoint_blocks(model, checkpointing)
         before = counter.live
-        tokens = torch.zeros(4, config.block_size, dtype=torch.long)
-        loss = F.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten())
-        held = counter.live - before
+        tokens = torch.zeros(4, 64, dtype=torch.long)
+        logits = model(tokens).flatten(0, 1)
+        loss = F.cross_entropy(logits.float(), tokens.flatten())
+        del logits
         assert loss.numel() == 1  # it keeps all the rest alive
-        return held
+        return counter.live - before
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("config", [SMOKE, GPT2_124M], ids=["0.2M", "163M"])
-def test_activations_follow_the_formula(config, dtype, default_dtype):
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+@pytest.mark.parametrize("of", BUILD)
+def test_activations_follow_the_formula(of, checkpointing, dtype, default_dtype):
     default_dtype(dtype)
-    measured = kept(config)
-    of = {"tokens": 4 * config.block_size, "width": config.width}
-    of |= {"vocabulary": config.vocab_size, "bytes_per_number": dtype.itemsize}
-    predicted = memory.activation_bytes(layers=config.layers, **of)
-    assert measured == pytest.approx(predicted, rel=0.02)
+    build, config, shape = BUILD[of]
+    kept = kept_by(build, config, checkpointing)
+    layers = memory.numbers_kept(shape, checkpointing) * shape.layers
+    number = dtype.itemsize * 4 * 64 * shape.width
+    predicted = number * (layers + 2) + 4 * 4 * 64 * shape.vocabulary
     # a number more or less per token, layer and width would be seen
-    one = dtype.itemsize * 4 * config.block_size * config.width * config.layers
-    assert abs(measured - predicted) < one / 4
-    # checkpointing keeps the input of each layer; the one computed again comes later
-    inputs = memory.activation_bytes(layers=config.layers, checkpointing=True, **of)
-    inputs -= 15 * one // config.layers
-    assert abs(kept(config, checkpointing=True) - inputs) < one / 4
+    assert abs(kept - predicted) < number * shape.layers / 4
+
+
+@pytest.mark.parametrize("vocabulary", [64, 100_000])
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_the_peak_of_a_step_is_the_loss_or_a_block(checkpointing, vocabulary):
+    """With 64 times the tokens of a real step, so that gradients are little beside it."""
+    shape = LLAMA._replace(vocabulary=vocabulary)
+    with FakeTensorMode(), memory.count_memory() as counter:
+        model = Llama(shape)
+        checkpoint_blocks(model, checkpointing)
+        before = counter.live
+        tokens = torch.zeros(64, 1024, dtype=torch.long)
+        F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+    predicted = memory.activation_bytes(shape, 64 * 1024, checkpointing, 4)
+    assert counter.peak - before == pytest.approx(predicted, rel=0.03)
 
 
 def test_activations_of_the_paper():
-    """34 bytes less two masks; and what a model of 7 billion holds for 16,384 tokens."""
-    after = 2 * 2  # bytes per token and width after the layers, in 16 bit
-    assert memory.activation_bytes(1, 1, 1) == 34 - 2 + after
-    large = memory.activation_bytes(16_384, 4096, 32)
-    assert large == 16_384 * 4096 * (32 * 32 + after)
-    assert large / 1e9 == pytest.approx(69, abs=0.1)
-    checkpointed = memory.activation_bytes(16_384, 4096, 32, checkpointing=True)
-    assert checkpointed == 16_384 * 4096 * (2 * (32 + 15) + after)
-    vocabulary = memory.activation_bytes(16_384, 4096, 32, vocabulary=32_000) - large
-    assert vocabulary == 4 * 16_384 * 32_000
+    """34 bytes less two masks per token, layer and width, and 20.25 numbers of Llama 3."""
+    gpt = Shape(32, 4096, 4 * 4096, 32, 32, 0, gated=False)
+    assert memory.numbers_kept(gpt) == (34 - 2) / 2
+    large = memory.activation_bytes(gpt, 16_384, per_word=0)
+    assert large == 16_384 * 4096 * (32 * 32 + 2 * 5)  # 5: gradients inside a block
+    assert memory.numbers_kept(Shape(80, 8192, 28_672, 64, 8, 0)) == 20.25
 
 
 def test_count_memory_follows_what_lives():

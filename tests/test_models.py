@@ -10,6 +10,10 @@ from utils.models import (
     GPT2_124M,
     SMOKE,
     GPTConfig,
+    Llama,
+    RMSNorm,
+    Shape,
+    checkpoint_blocks,
     fill_by_name,
     resnet18,
 )
@@ -106,3 +110,60 @@ def test_a_gpt_says_what_is_wrong():
         GPT(GPTConfig(width=65))
     with pytest.raises(BadInput, match="reads at most 64"):
         GPT(SMOKE)(torch.zeros(1, 65, dtype=torch.long))
+
+
+LLAMA = Shape(2, 32, 48, 4, 2, 50)
+
+
+def test_a_llama_has_the_parameters_of_its_shape():
+    """Those of Meta's models by hand: https://github.com/meta-llama/llama-models."""
+    for shape, published in {
+        Shape(32, 4096, 14_336, 32, 8, 128_256): 8_030_261_248,
+        Shape(80, 8192, 28_672, 64, 8, 128_256): 70_553_706_496,
+    }.items():
+        with torch.device("meta"):
+            model = Llama(shape)
+        assert count(model) == published
+        norms = (2 * shape.layers + 1) * shape.width
+        assert shape.parameters == published - norms
+
+
+def test_the_norm_of_llama_is_that_of_pytorch():
+    torch.manual_seed(0)
+    x = torch.randn(3, 5, 8, dtype=torch.float64, requires_grad=True)
+    ours, theirs = RMSNorm(8).double(), nn.RMSNorm(8, eps=1e-5).double()
+    for norm in (ours, theirs):
+        torch.nn.init.normal_(norm.weight, generator=torch.Generator().manual_seed(1))
+    assert torch.allclose(ours(x), theirs(x), atol=1e-6)  # our square is in float32
+    grads = [
+        torch.autograd.grad(norm(x).pow(3).sum(), [x, norm.weight])
+        for norm in (ours, theirs)
+    ]
+    assert all(torch.allclose(a, b, rtol=1e-5) for a, b in zip(*grads))
+
+
+def test_a_token_of_a_llama_sees_what_came_before_it_and_where_it_is():
+    torch.manual_seed(0)
+    model = Llama(LLAMA)
+    one = torch.arange(8)[None]
+    other = one.clone()
+    other[0, 5] = 40
+    same = (model(one) - model(other)).abs().amax(-1)[0] < 1e-6
+    assert same.tolist() == [True] * 5 + [False] * 3
+    turned = one.roll(1, 1)  # the same tokens before the last one, at other places
+    turned[0, -1] = one[0, -1]
+    assert (model(one)[0, -1] - model(turned)[0, -1]).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("what", ["selective", "full"])
+def test_checkpointed_blocks_compute_the_same_and_keep_their_names(what):
+    found = []
+    for how in ("none", what):
+        torch.manual_seed(0)
+        model = Llama(LLAMA)
+        checkpoint_blocks(model, how)
+        model(torch.arange(8)[None]).square().sum().backward()
+        found.append((model.state_dict(), [p.grad for p in model.parameters()]))
+    (plain, gradients), (names, again) = found
+    assert plain.keys() == names.keys()
+    assert all(map(torch.equal, gradients, again))

@@ -10,6 +10,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from utils.models import Shape
+
 
 class State(NamedTuple):
     """Bytes of parameters, gradients and optimizer state."""
@@ -60,37 +62,60 @@ def predict(
     )
 
 
-def activation_bytes(
-    tokens: int,
-    width: int,
-    layers: int,
-    vocabulary: int = 0,
-    bytes_per_number: int = 2,
-    checkpointing: bool = False,
-) -> int:
-    """Return the bytes of activations that a step of a GPT holds on one device.
+def numbers_kept(shape: Shape, checkpointing: str = "none") -> float:
+    """Return the numbers that a block keeps for its backward pass, per token and width.
 
-    A layer keeps 16 numbers per token and unit of width for its backward pass: what goes
-    into its two norms (2), into `qkv` (1), into attention (3), into `out` (1), into `up`
-    (1), into GELU (4) and into `down` (4). With checkpointing every layer keeps its input
-    only (1), and one at a time is computed again, with the other 15. After the layers come
-    the last norm and the output layer (2), and the loss, which keeps a float32 for each
-    token and entry of the vocabulary; 0 leaves that out.
+    Of a GPT-2 block 16: what goes into its two norms (2), into the products for queries,
+    keys and values (1), these themselves (3), into `out` (1), into the feed-forward network
+    (1), into GELU (4) and into `down` (4). Shared keys and values are fewer, and a network
+    with gates keeps four tensors of its inner width instead of two. "full" checkpointing
+    keeps the block's input; "selective" also what matrix products and attention return.
 
-    The paper counts 34 bytes per token, layer and width: these 16 numbers in 16 bit, and
-    two dropout masks of 1 byte, which `utils.models.GPT` lacks. Left out as well: its 5
-    bytes per head and pair of tokens (the table of scores and two copies, which kernels
-    like FlashAttention do not keep), the norms' statistics, and gradients.
-
-    Args:
-        tokens: on this device, texts times their length.
-        bytes_per_number: 2 in 16 bit, 4 in float32.
+    The literature counts 34 bytes: these 16 numbers in 16 bit, and two dropout masks of 1
+    byte, which the workshop's models lack. Left out: its 5 bytes per head and pair of
+    tokens (the table of scores and two copies, which kernels like FlashAttention do not
+    keep), and the statistics of norms, one or two numbers per token.
 
     Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large
-    Transformer Models", sections 4.1 and 5 (arXiv 2205.05198).
+    Transformer Models", section 4.1 (arXiv 2205.05198).
     """
-    numbers = (layers + 15 if checkpointing else 16 * layers) + 2
-    return tokens * (bytes_per_number * width * numbers + 4 * vocabulary)
+    keys_and_values = 2 * shape.kv_heads / shape.heads
+    inner = shape.ffn / shape.width * (2 if shape.gated else 1)
+    kept = {
+        "none": 6 + keys_and_values + 2 * inner,
+        "selective": 5 + keys_and_values + inner,
+        "full": 1,
+    }
+    return kept[checkpointing]
+
+
+def activation_bytes(
+    shape: Shape,
+    tokens: float,
+    checkpointing: str = "none",
+    bytes_per_number: int = 2,
+    per_word: int = 12,
+) -> float:
+    """Return the bytes of activations on one device, at the peak of a step.
+
+    What all blocks keep (`numbers_kept`), and the larger of two: the loss, with what goes
+    into the last norm and into the output layer; or a block that is computed again, with
+    the gradients of its output and of its inner width.
+
+    Args:
+        shape: of the model.
+        tokens: on this device, texts times their length.
+        checkpointing: "none", "selective" or "full".
+        bytes_per_number: 2 in 16 bit, 4 in float32.
+        per_word: bytes of the loss, per token and entry of the vocabulary. 12: a loss in
+            float32 has three such tables when its backward pass begins. 4: one is kept
+            after the forward pass. 0: none, as in a loss that is computed piece by piece.
+    """
+    kept, inner = numbers_kept(shape, checkpointing), shape.ffn / shape.width
+    again = numbers_kept(shape) - kept + 1 + inner * (2 if shape.gated else 1)
+    number = bytes_per_number * shape.width
+    loss = 2 * number + per_word * shape.vocabulary
+    return tokens * (kept * shape.layers * number + max(loss, again * number))
 
 
 def local_bytes(tensors: Iterable[torch.Tensor | None]) -> int:

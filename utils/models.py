@@ -4,12 +4,16 @@ import zlib
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    checkpoint_wrapper,
+)
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torchvision.models import resnet18 as torchvision_resnet18
 
 from utils.errors import BadInput
@@ -42,6 +46,41 @@ def resnet18(num_classes: int = 10, in_channels: int = 1, norm: str = "group"):
     return model
 
 
+class Shape(NamedTuple):
+    """The sizes of a decoder-only transformer, from which its bytes and FLOPs follow.
+
+    layers: blocks. width: numbers per token between blocks. ffn: those inside a block's
+    feed-forward network. heads: of attention; kv_heads: of its keys and values, fewer where
+    several heads share them. vocabulary: in tokens. gated: the network multiplies two
+    products of its input (SwiGLU), so it has three matrices instead of two. tied: the
+    output layer uses the weights of the token embedding.
+
+    Sources: https://github.com/meta-llama/llama-models (Llama 3), Shazeer 2020 (SwiGLU,
+    arXiv 2002.05202), Ainslie et al. 2023 (shared keys and values, arXiv 2305.13245).
+    """
+
+    layers: int
+    width: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    gated: bool = True
+    tied: bool = False
+
+    @property
+    def block(self) -> int:
+        """Parameters in the matrices of a block."""
+        attention = 2 * self.width**2 * (1 + self.kv_heads / self.heads)
+        return int(attention + (3 if self.gated else 2) * self.width * self.ffn)
+
+    @property
+    def parameters(self) -> int:
+        """All but norms, biases and learned positions: under 1% of a large model."""
+        embeddings = (1 if self.tied else 2) * self.vocabulary * self.width
+        return self.layers * self.block + embeddings
+
+
 @dataclass(frozen=True)
 class GPTConfig:
     """Shape of a `GPT`: vocabulary in tokens, block size (longest text) in tokens."""
@@ -51,6 +90,14 @@ class GPTConfig:
     layers: int = 4
     heads: int = 4
     width: int = 64
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(
+            *(self.layers, self.width, 4 * self.width, self.heads, self.heads),
+            vocabulary=self.vocab_size,
+            gated=False,
+        )
 
 
 SMOKE = GPTConfig()  # 0.24 million parameters
@@ -140,8 +187,104 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
-def checkpoint_blocks(model: GPT, what: str) -> None:
-    """Let a GPT's blocks compute their activations again in the backward pass.
+class _NormInOne(torch.autograd.Function):
+    """RMSNorm that keeps its input and a number per token, as PyTorch's kernel for GPUs."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        scale = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-5)
+        ctx.save_for_backward(x, weight, scale)
+        return (x * scale).to(x.dtype) * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, scale = ctx.saved_tensors
+        normed, grad_normed = x * scale, grad * weight
+        along = (grad_normed * normed).mean(-1, keepdim=True)
+        grad_weight = (grad * normed).flatten(0, -2).sum(0)
+        grad_x = (grad_normed - normed * along) * scale
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype)
+
+
+class RMSNorm(nn.RMSNorm):
+    """`nn.RMSNorm`, which on a CPU is several operations, and keeps what each returns."""
+
+    def forward(self, x):
+        return _NormInOne.apply(x, self.weight)
+
+
+class LlamaBlock(nn.Module):
+    """A block as in Llama 3: RMSNorm, rotary positions, shared keys and values, SwiGLU."""
+
+    def __init__(self, shape: Shape):
+        super().__init__()
+        width, self.head_width = shape.width, shape.width // shape.heads
+        of_keys = shape.kv_heads * self.head_width
+        self.norm1, self.norm2 = RMSNorm(width), RMSNorm(width)
+        self.q = nn.Linear(width, width, bias=False)
+        self.k = nn.Linear(width, of_keys, bias=False)
+        self.v = nn.Linear(width, of_keys, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.gate = nn.Linear(width, shape.ffn, bias=False)
+        self.up = nn.Linear(width, shape.ffn, bias=False)
+        self.down = nn.Linear(shape.ffn, width, bias=False)
+
+    def forward(self, x):  # [batch, time, width]
+        x = x + self.attend(self.norm1(x))
+        normed = self.norm2(x)
+        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
+
+    def attend(self, x):
+        # each [batch, heads, time, head width]; keys and values have fewer heads
+        q, k, v = (
+            layer(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+            for layer in (self.q, self.k, self.v)
+        )
+        y = F.scaled_dot_product_attention(
+            *(rotate(q), rotate(k), v), is_causal=True, enable_gqa=True
+        )
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+def rotate(x):  # [batch, heads, time, head width]
+    """Turn each pair of numbers by an angle that grows with its place in the text.
+
+    Source: Su et al. 2021, "RoFormer" (arXiv 2104.09864).
+    """
+    time, half = x.shape[-2], x.shape[-1] // 2
+    numbers = torch.arange(half, dtype=torch.float32, device=x.device)
+    speeds = 500_000 ** -(numbers / half)
+    angles = torch.arange(time, device=x.device)[:, None] * speeds
+    turned = torch.view_as_complex(x.float().unflatten(-1, (half, 2)))
+    turned = turned * torch.polar(torch.ones_like(angles), angles)
+    return torch.view_as_real(turned).flatten(-2).to(x.dtype)
+
+
+class Llama(nn.Module):
+    """A decoder-only transformer in the shape of Llama 3, with random weights.
+
+    Takes tokens, integers of shape [batch, time], and returns logits of shape
+    [batch, time, vocabulary].
+
+    Source: Dubey et al. 2024, "The Llama 3 Herd of Models" (arXiv 2407.21783).
+    """
+
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.tokens = nn.Embedding(shape.vocabulary, shape.width)
+        self.blocks = nn.ModuleList(LlamaBlock(shape) for _ in range(shape.layers))
+        self.norm = RMSNorm(shape.width)
+        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+
+    def forward(self, tokens):  # [batch, time] -> [batch, time, vocabulary]
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def checkpoint_blocks(model: GPT | Llama, what: str = "full") -> None:
+    """Let a model's blocks compute their activations again in the backward pass.
 
     Args:
         model: before it is sharded.
@@ -152,7 +295,7 @@ def checkpoint_blocks(model: GPT, what: str) -> None:
     """
     if what == "none":
         return
-    options: dict = {"use_reentrant": False}
+    options: dict = {}
     if what == "selective":
         aten = torch.ops.aten
         kept = [
@@ -163,8 +306,8 @@ def checkpoint_blocks(model: GPT, what: str) -> None:
             aten._scaled_dot_product_efficient_attention.default,
         ]
         options["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
-    for block in model.blocks:
-        block.forward = partial(checkpoint, block.forward, **options)
+    for number, block in enumerate(model.blocks):
+        model.blocks[number] = checkpoint_wrapper(block, **options)
 
 
 @torch.no_grad()
@@ -183,6 +326,7 @@ def fill_by_name(model: nn.Module, gather=nullcontext, seed: int = 0) -> None:
         seed: another one gives other weights.
     """
     for name, parameter in model.named_parameters():
+        name = name.replace("_checkpoint_wrapped_module.", "")  # of `checkpoint_blocks`
         with gather(parameter):
             parameter.copy_(  # no name for it: the next would be drawn beside it
                 cut_like(parameter, start_values(name, parameter.shape, seed))

@@ -174,44 +174,6 @@ def stacked_bars(
         plt.show()
 
 
-def ranges(
-    rows: Mapping[str, Sequence[tuple[float, float]]],
-    dots: Mapping[str, float],
-    labels: Sequence[str],
-    title: str,
-    xlabel: str,
-) -> None:
-    """Draw horizontal bars from a low to a high end, and a dot per row.
-
-    Args:
-        rows: by name, a (low, high) for each label; later ones thinner, on top.
-        dots: by name, where the dot is.
-        labels: of the bars, then of the dots.
-        title: of the figure.
-        xlabel: with its unit.
-    """
-    with plt.rc_context(_STYLE):
-        height = 1.2 + 0.22 * len(rows)
-        _, ax = plt.subplots(figsize=(7, height), layout="constrained")
-        for number, label in enumerate(labels[:-1]):
-            low, high = zip(*(spans[number] for spans in rows.values()))
-            widths = [end - start for start, end in zip(low, high)]
-            ax.barh(
-                list(rows),
-                widths,
-                left=low,
-                height=0.7 / (number + 1),
-                color=COLORS[(5, 0)[number]],
-                label=label,
-            )
-        ax.plot([dots[name] for name in rows], range(len(rows)), "o", color=COLORS[1])
-        ax.lines[-1].set_label(labels[-1])
-        ax.invert_yaxis()
-        ax.legend(loc="lower right")
-        ax.set(title=title, xlabel=xlabel)
-        plt.show()
-
-
 def timeline(
     rows: Mapping[str, Sequence[tuple[float, float, str]]],
     title: str,

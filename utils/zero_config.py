@@ -63,6 +63,12 @@ def read_config(
             raise BadInput(
                 f'{path.name} says {key} "auto": write a number into it, or add {option}.'
             )
-    # else offload refuses PyTorch's AdamW, which the script uses
-    config.setdefault("zero_force_ds_cpu_optimizer", False)
+    if "zero_force_ds_cpu_optimizer" not in config:
+        # else offload refuses PyTorch's AdamW, which the script uses
+        config["zero_force_ds_cpu_optimizer"] = False
+        if "offload_optimizer" in zero:
+            print(
+                f"{path.name} offloads the optimizer, which in this script is PyTorch's "
+                "AdamW, on the CPU. DeepSpeed's own DeepSpeedCPUAdam would be faster."
+            )
     return config

@@ -41,7 +41,7 @@ RECORDED = {
     ),
     "gathered": (
         "03-fsdp-deepspeed/02_fsdp2.ipynb",
-        "Forward pass through four blocks",
+        "A step of eight blocks on one of 64 ranks",
     ),
 }
 STEPS, GLOBAL_BATCH, RANKS = (

@@ -1,6 +1,5 @@
 """Checks of the exercises of part 03: sharding."""
 
-import copy
 import math
 import os
 import tempfile
@@ -16,20 +15,18 @@ from torch.optim import AdamW
 from utils import comms, memory
 from utils.checks.exercise import Exercise, by_ranks, join, same_as
 from utils.launch import run_ranks
-from utils.models import GPT, SMOKE
+from utils.models import GPT, GPT2_124M, SMOKE, Shape
 
-# FSDP2, its checkpoints, fake tensors and SciPy (`timing`) are imported where they are
-# used: every rank that runs an answer of any part imports this module.
+# FSDP2, its checkpoints and fake tensors are imported where they are used: every rank
+# that runs an answer of any part imports this module.
 
 # ---------------------------------------------------------------- 01: where memory goes
 
 
-def _tokens(
-    parameters, gpus, gpu_bytes, width, layers, checkpointing, state_first=True
-):
+def _tokens(shape, gpus, gpu_bytes, checkpointing, state_first=True) -> float:
     """Return the tokens whose activations fit beside the state, if that comes first."""
-    each = memory.activation_bytes(1, width, layers, checkpointing=checkpointing)
-    state = memory.predict(parameters, gpus, 3, memory.MIXED).total
+    each = memory.activation_bytes(shape, 1, checkpointing)
+    state = memory.predict(shape.parameters, gpus, 3, memory.MIXED).total
     return (gpu_bytes - state * state_first) // each
 
 
@@ -264,17 +261,6 @@ def _finds_the_norm(ranks: list) -> bool | str:
     return True
 
 
-def _makes_two_trips(my_config: Callable) -> bool | str:
-    """Return whether it is at stage 2, with the setting that the lesson measures."""
-    config = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 500_000}}
-    zero = my_config(copy.deepcopy(config))["zero_optimization"]
-    if zero["stage"] != 2:
-        return f"That is stage {zero['stage']}: stay at stage 2."
-    return zero.get("use_multi_rank_bucket_allreduce", True) is False or (
-        "With it, a step still makes three trips."
-    )
-
-
 # ------------------------------------------------------------------- 04: two dimensions
 
 
@@ -335,84 +321,47 @@ def _sends_as_ddp_and_holds_half(found: list) -> bool | str:
     return trips < 2.01 or f"A rank holds half, but a step makes {trips:.2f} trips."
 
 
-def _tokens_that_hide(billions: float, gpus: int, layers: int) -> float:
+def _tokens_that_hide(shape: Shape, gpus: int, length: int, **mistake: float) -> int:
     """Return for how many tokens computing takes as long as what fsdp2 sends."""
     from utils import timing
 
-    ring, size = timing.h100_ring(gpus), 1e9 * billions
-    seconds = 8 * size * (gpus - 1) / gpus / ring.bandwidth  # 2, 2 and 4 bytes
-    seconds += 3 * (layers + 1) * ring.latency
-    return seconds * 0.4 * timing.PEAK_FLOPS["H100"] / (6 * size)
+    right = {
+        "passes": (gpus - 1) / gpus,
+        "bandwidth": timing.h100_ring(gpus).bandwidth,
+        "used": shape.layers * shape.block + shape.vocabulary * shape.width,
+        "attention": 12 * shape.layers * shape.width * length,
+    }
+    passes, bandwidth, used, attention = (right | mistake).values()
+    seconds = 8 * shape.parameters * passes / bandwidth  # 2, 2 and 4 bytes each
+    rate = timing.PEAK_FLOPS["H100"] / 2
+    return math.ceil(seconds * rate / (6 * used + attention))
 
 
 def _is_the_row_of_hpz(answer) -> bool | str:
-    """Return whether it is hpZ's (stage, state, bytes of each trip, bytes kept)."""
-    stage, state, trips, kept = answer
-    found = {ring: sorted(each) for ring, each in trips.items() if each}
-    if stage != 3 or tuple(state) != memory.MIXED:
+    """Return whether it is hpZ's `Strategy`, or a tuple of its nine fields."""
+    framework, stage, state, each, once, kept, near, nodes, tensor = answer
+    if framework != "DeepSpeed" or stage != 3 or tuple(state) != memory.MIXED:
         as_fsdp2 = " With DeepSpeed it is MIXED." if state == memory.FP32 else ""
-        return f"The state should be that of zero3.{as_fsdp2}"
-    if found == {"all": [2, 2, 2]}:
-        return "These are zero3's trips: the backward pass gathers inside the node."
-    if found != {"all": [2, 2], "node": [2]}:
-        return "Which three trips does a step make, and over which ring is each?"
+        return f"It should be DeepSpeed's, with the state of zero3.{as_fsdp2}"
+    if sorted(each) == [2, 2, 2] and not near:
+        return "That is zero3: here the backward pass gathers inside the node."
+    if (sorted(each), list(once), near) != ([2, 2], [], 2) or nodes or tensor != 1:
+        return "What does every pass send over all GPUs, and what inside a node?"
     if not kept:
         return "The second copy takes memory, too."
     return abs(kept - 2 / 8) < 1e-9 or f"It keeps {kept:g} bytes of each parameter?"
 
 
-def _is_a_wrong_choice(answer, choose) -> bool | str:
-    """Return whether what `choose` says does not fit with the loss of Llama 3."""
-    from utils import timing
-
-    billions, gpus, layers, tokens = answer()
-    choice = choose(billions, gpus, 80, layers, tokens=tokens)
-    if choice == "none":
-        return "There `choose` says that no row fits."
-    name, _, saves = choice.partition(", ")
-    size = 1e9 * billions
-    kept = {"ddp": 2, "fsdp2-keep": 2, "fsdp2-near": 2 / 8}.get(name, 0)
-    if name not in (*timing.TRIPS, "fsdp2-near", "hsdp"):
-        return f"This check does not know the row {name!r}: find a case with another."
-    stage, ranks = 0 if name == "ddp" else 3, 8 if name == "hsdp" else gpus
-    held = memory.predict(size, ranks, stage, memory.FP32).total + kept * size
-    held += 2 * 2 * size / layers if stage == 3 else 0
-    width, saved = (size / (12 * layers)) ** 0.5, bool(saves)
-    held += memory.activation_bytes(tokens, width, layers, checkpointing=saved)
-    loss = 4 * 128_256 * tokens
-    return held + loss > 80e9 or (
-        f"There `choose` says {choice}, which holds {held / 1e9:.0f} GB, and "
-        f"{(held + loss) / 1e9:.0f} GB with the loss: it fits."
-    )
-
-
-def _bucket_size(parameters: float, layers: int, gpus: int) -> int:
-    """Return the least MiB with which messages take a tenth of the bytes' time."""
-    from utils import timing
-
-    ring, mb = timing.h100_ring(gpus), 1
-    sending = 8 * parameters * (gpus - 1) / gpus / ring.bandwidth
-    while timing.messages("ddp", layers, parameters, mb) * ring.latency > sending / 10:
-        mb *= 2
-    return mb
-
-
-def _flops(parameters: float, layers: int, width: int, length: int) -> float:
-    from utils import timing
-
-    return timing.training_flops(parameters, 1, (layers, width, length), True)
-
+_LLAMA = Shape(32, 4096, 14_336, 32, 8, 128_256)  # Llama 3 8B
 
 EXERCISES = {
     # 03-fsdp-deepspeed/01_where_memory_goes.ipynb
     "tokens that fit": Exercise(
         same_as(
             lambda *case: max(0, _tokens(*case)),
-            (7_000_000_000, 8, 80e9, 4096, 32, False),
-            (7_000_000_000, 8, 80e9, 4096, 32, True),
-            (1_500_000_000, 4, 24e9, 1600, 48, False),
-            (1_500_000_000, 4, 24e9, 1600, 48, True),
-            (7_000_000_000, 1, 80e9, 4096, 32, False),
+            *((_LLAMA, 8, 80e9, how) for how in ("none", "full")),
+            *((GPT2_124M.shape, 1, 8e9, how) for how in ("none", "full")),
+            (_LLAMA, 1, 80e9, "none"),
         ),
         (
             "How many bytes of a GPU does the state leave for activations?",
@@ -420,7 +369,7 @@ EXERCISES = {
         ),
         mistakes={
             partial(_tokens, state_first=False): "The state takes some of this room.",
-            lambda p, g, b, w, n, saves: max(0, _tokens(p, g, b, w, n, False)): (
+            lambda shape, gpus, room, _: max(0, _tokens(shape, gpus, room, "none")): (
                 "With checkpointing, more tokens fit."
             ),
             _tokens: "On one GPU the state alone does not fit: return 0.",
@@ -505,13 +454,6 @@ EXERCISES = {
             "GatheredParameters takes a list of parameters, too. Who has to enter it?",
         ),
     ),
-    "two trips": Exercise(
-        _makes_two_trips,
-        (
-            "Which trip is one too many: of the parameters, or of the gradients?",
-            "The table of settings names one that sends gradients to their owners only.",
-        ),
-    ),
     # 03-fsdp-deepspeed/04_two_dimensions.ipynb
     "replicate traffic": Exercise(
         lambda answer: abs(answer - 2 * 3 / 4 * 1e9) < 1e6,
@@ -563,44 +505,33 @@ EXERCISES = {
     ),
     "tokens that hide": Exercise(
         same_as(
-            lambda *case: 1024 * math.ceil(_tokens_that_hide(*case) / 1024),
-            *((7, 64, 32), (1.3, 512, 24), (20, 8, 44)),
+            _tokens_that_hide,
+            (_LLAMA, 64, 8192),
+            (Shape(80, 8192, 28_672, 64, 8, 128_256), 8, 8192),
+            (Shape(24, 2048, 8192, 16, 16, 50_257, gated=False), 512, 16_384),
         ),
         (
-            'sum(sending("fsdp2", ...).values()) are the seconds to hide.',
-            "How many tokens does a GPU compute in a second, at 40% of its peak?",
+            "How many seconds do 8 bytes per parameter take, over the ring of all GPUs?",
+            "How many FLOPs has a token: 6 for each used parameter, and attention's?",
         ),
-        mistakes={_tokens_that_hide: "That is no multiple of 1024."},
+        mistakes={
+            partial(_tokens_that_hide, attention=0): "Attention computes, too.",
+            partial(_tokens_that_hide, passes=1): (
+                "Of N GPUs each gets (N - 1)/N of the weights from others."
+            ),
+            partial(_tokens_that_hide, bandwidth=450e9): (
+                "Across nodes the network cards decide."
+            ),
+            lambda shape, *case: _tokens_that_hide(
+                shape, *case, used=shape.parameters
+            ): "An embedding that is looked up computes nothing.",
+        },
     ),
     "add a row": Exercise(
         _is_the_row_of_hpz,
         (
-            "It is zero3 but for one trip, and for what stays on the GPU meanwhile.",
+            "It is zero3 but for one all-gather, and for what stays on the GPU.",
             "Compare the rows of fsdp2 and fsdp2-near.",
         ),
-    ),
-    "a wrong choice": Exercise(
-        _is_a_wrong_choice,
-        (
-            "The loss grows with the tokens. What keeps the activations small meanwhile?",
-            "Which of the CASES comes nearest to 72 GB? Give it more tokens.",
-        ),
-    ),
-    "bucket size": Exercise(
-        same_as(_bucket_size, (7e9, 32, 64), (30e9, 48, 512), (1.3e9, 24, 8)),
-        (
-            "An all-reduce is two trips: of bytes, and of messages.",
-            'Try 1, 2, 4, ... in timing.messages("ddp", layers, parameters, bucket_mb).',
-        ),
-    ),
-    "flops with checkpointing": Exercise(
-        same_as(_flops, (7e9, 32, 4096, 8192), (1e9, 24, 2048, 512)),
-        (
-            "Without it: 6 per parameter, and 12 x layers x width x length for attention.",
-            "A backward pass is two forward passes. How many are there with checkpointing?",
-        ),
-        mistakes={
-            lambda *case: _flops(*case) * 3 / 4: "The forward pass runs twice.",
-        },
     ),
 }
