@@ -180,14 +180,14 @@ def test_a_run_stopped_twice_at_random_moments_ends_the_same(script, by_ray, tmp
     ],
     ids=["DDP", "FSDP2, saving in the background", "DeepSpeed", "Ray"],
 )
-def test_a_run_killed_at_ten_moments_of_its_saves_always_goes_on(
+def test_a_run_killed_at_five_moments_of_its_saves_always_goes_on(
     script, options, tmp_path
 ):
     """Kill all its processes; the next start finds a whole checkpoint or none. The options
-    ask for more than ten starts get to the end of."""
+    ask for more than five starts get to the end of."""
     folder, moments = tmp_path / "killed", random.Random(random.randrange(1000))
     saving = 0
-    for kill in range(10):
+    for kill in range(5):
         job = Job(script, folder, options=options)
         job.wait_for(BEGINS)
         # Every second one waits for its save, and all where Ray takes long to start: on a
@@ -208,10 +208,12 @@ def test_a_run_killed_at_ten_moments_of_its_saves_always_goes_on(
         # not of Ray's own processes, which tell so of a late answer on a busy host
         trouble = r"damaged|^Traceback|RayTrainWorker\b.*Traceback"
         assert not job.printed(trouble), "".join(job.lines)
-    print(f"{saving} of 10 were saving")
-    assert saving >= 5
+    print(f"{saving} of 5 were saving")
+    assert saving >= 2
     job = Job(script, folder, options=options)
     assert job.end() == 0, "".join(job.lines)
+    # also if no kill left Ray the time to list what was saved
+    assert script != RAY or job.printed("goes on after"), "".join(job.lines)
     names = [path.name for path in folder.rglob("*")]
     left = [n for n in names if re.match(r"\.?train_.*-\d|checkpoint_\d|\.saving-", n)]
     assert len(left) == 2, left  # the newest two, and nothing of a killed save
