@@ -357,7 +357,7 @@ class Terminal:
     """A shell on a machine, in the repository, of a user who has set nothing yet."""
 
     def __init__(self, machine: Machine, home: Path):
-        # Ray's own commands would give workers niceness 15: beside another test, which takes
+        # Ray's own commands give workers niceness 15: beside another test, which takes
         # both cores, five of five did not start in time.
         variables = {"HOME": str(home), "RAY_USAGE_STATS_ENABLED": "0"}
         variables |= {"RAY_worker_niceness": "0"}
