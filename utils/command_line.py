@@ -2,8 +2,10 @@
 
 import argparse
 import contextlib
+import faulthandler
 import io
 import os
+import signal
 import sys
 from argparse import BooleanOptionalAction
 from collections.abc import Callable
@@ -186,9 +188,12 @@ def run(main: Callable[[], None]) -> None:
     sentence or traceback go into the file from which torchrun's summary, the last thing
     that it prints, takes the reason. So ranks need not agree on which of them speaks.
     Each line that is printed reaches a log file at once, also before a wait or a kill.
+    `kill -USR1` makes this process write its call stack to stderr, and go on.
 
     Source: https://docs.pytorch.org/docs/stable/elastic/errors.html
     """
+    if hasattr(signal, "SIGUSR1"):  # not on Windows
+        faulthandler.register(signal.SIGUSR1, file=2)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
     if summary := os.environ.get("TORCHELASTIC_ERROR_FILE"):

@@ -310,17 +310,6 @@ EXERCISES = {
         ),
     ),
     # 01-ddp-pytorch-only/02_ddp_with_torchrun.ipynb
-    "global batch": Exercise(
-        lambda answer: answer == 8 * 32,
-        (
-            "Whose images does the batch_size of a DataLoader count?",
-            "Each worker has a DataLoader of its own, and all take the step together.",
-        ),
-        mistakes={
-            32: "That is the batch of one worker: you forgot the number of workers.",
-            4: "batch_size is not divided among the workers: each takes all of it.",
-        },
-    ),
     "averaged by DDP": Exercise(
         by_ranks(
             partial(_gradient_left_by, lambda answer, *given: answer(*given)),
@@ -427,18 +416,6 @@ EXERCISES = {
         ),
     ),
     # 01-ddp-pytorch-only/03_failures_and_hangs.ipynb
-    "work lost": Exercise(
-        lambda answer: answer == 100 % 12,
-        (
-            "After how many minutes was the last checkpoint saved?",
-            "What was done since then is gone, and nothing else.",
-        ),
-        mistakes={
-            12: "A whole epoch would be the worst case: when was the last one saved?",
-            96: "That much is in the checkpoint, and not lost.",
-            100: "The checkpoint keeps all finished epochs.",
-        },
-    ),
     "reading stacks": Exercise(
         lambda answer: str(answer).strip("()") == "save_checkpoint",
         (
