@@ -79,7 +79,7 @@ def wrong_mode(patch, _):
 
 
 def memory_of(patch, folder, available, total):
-    patch.setattr(doctor, "CGROUP", folder)
+    patch.setattr(doctor.processes, "CGROUPS", folder)
     machine = SimpleNamespace(available=available, total=total)
     patch.setattr(psutil, "virtual_memory", lambda: machine)
 
@@ -230,7 +230,7 @@ def test_memory_is_that_of_the_container(
     """What it may use, less what it uses; files in memory make room when it is needed."""
     memory_of(monkeypatch, tmp_path, 9e9, 9e9)
     (tmp_path / "own").write_text(f"0::/{own}\n")
-    monkeypatch.setattr(doctor, "OWN_CGROUP", tmp_path / "own")
+    monkeypatch.setattr(doctor.processes, "OWN_CGROUP", tmp_path / "own")
     group = tmp_path / own
     group.mkdir(parents=True, exist_ok=True)
     (group / "memory.max").write_text(f"{limit}\n")

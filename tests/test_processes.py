@@ -36,6 +36,36 @@ def test_one_thread_whatever_is_imported_first(monkeypatch, first):
         assert answer.strip() == threads
 
 
+V2 = {"own": "0::/pod/ann\n", "pod/cpu.max": "200000 100000\n"}
+V1 = {"own": "3:memory:/\n2:cpu,cpuacct:/ann\n0::/\n"}
+V1 |= {"cpu,cpuacct/ann/cpu.cfs_quota_us": "350000\n"}
+V1 |= {"cpu,cpuacct/ann/cpu.cfs_period_us": "100000\n"}
+
+
+@pytest.mark.parametrize(
+    ("files", "found"),
+    [
+        ({}, 16),  # not Linux
+        (V2, 2),  # a limit of the group above holds, too
+        (V2 | {"pod/ann/cpu.max": "150000 100000\n"}, 1),
+        (V2 | {"pod/ann/cpu.max": "50000 100000\n"}, 1),  # half a CPU
+        (V2 | {"pod/cpu.max": "max 100000\n"}, 16),
+        (V1, 3),
+        (V1 | {"cpu,cpuacct/ann/cpu.cfs_quota_us": "-1\n"}, 16),
+    ],
+)
+def test_a_seat_has_its_own_cpus_and_not_those_of_its_node(
+    monkeypatch, tmp_path, files, found
+):
+    monkeypatch.setattr(processes, "CGROUPS", tmp_path)
+    monkeypatch.setattr(processes, "OWN_CGROUP", tmp_path / "own")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16), raising=False)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert processes.cpus() == found
+
+
 def test_a_batch_of_ray_data_is_no_reason_to_warn():
     code = (
         "import sys; from importlib import import_module\n"

@@ -25,6 +25,7 @@ from ray.exceptions import AuthenticationError
 import utils
 from utils import preflight, settings
 from utils.errors import BadInput
+from utils.processes import cpus as own_cpus
 from utils.processes import free_port
 
 # Ray Train's own DataConfig asks for it, and Ray would tell whoever calls that.
@@ -235,7 +236,7 @@ def _connect(num_cpus: int, address: str | None, options: dict) -> str:
     options = {"address": address, "runtime_env": runtime_env} | quiet | options
     options["runtime_env"] = _python() | options["runtime_env"]
     if starts:
-        cpus = max(os.cpu_count() or 1, num_cpus)
+        cpus = max(own_cpus(), num_cpus)
         # the dashboard runs code for whoever opens it
         dashboard = {"include_dashboard": True, "dashboard_host": "127.0.0.1"}
         options = {"num_cpus": cpus} | dashboard | options

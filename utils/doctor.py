@@ -23,13 +23,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
-from utils import settings
+from utils import processes, settings
 from utils.errors import BadInput
 
 REQUIREMENTS = Path(__file__).parent.parent / "requirements.txt"
 DATASET_URL = "https://ossci-datasets.s3.amazonaws.com/mnist/t10k-labels-idx1-ubyte.gz"
-CGROUP = Path("/sys/fs/cgroup")  # what a container or a seat may use, on Linux
-OWN_CGROUP = Path("/proc/self/cgroup")
 MEMORY_GB = 4  # Ray with two workers that train ResNet-18 was measured at 3.8 GB
 DISK_GB = 2  # a checkpoint of ResNet-18 with AdamW's state has 0.13 GB
 
@@ -116,9 +114,9 @@ def run_mode() -> Result:
 
 def cores() -> Result:
     """Count the CPU cores that this process may use."""
-    usable = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)
-    if len(usable) > 1:
-        return Result("ok", str(len(usable)))
+    usable = processes.cpus()
+    if usable > 1:
+        return Result("ok", str(usable))
     return Result("warn", "1", "All lessons run, but two workers take turns on it.")
 
 
@@ -140,14 +138,8 @@ def memory() -> Result:
 
 
 def _limits() -> Iterator[tuple[int, int]]:
-    """Yield what control groups (version 2) may use and do use, in bytes.
-
-    A container sees its own as the root; a seat on a shared machine is in one below.
-    """
-    own = ""
-    with contextlib.suppress(OSError):  # not Linux
-        own = OWN_CGROUP.read_text().strip().removeprefix("0::/")
-    for group in {CGROUP, CGROUP / own}:
+    """Yield what control groups (version 2) may use and do use, in bytes."""
+    for group in processes.cgroups("memory"):
         limit = group / "memory.max"
         if limit.exists() and limit.read_text() != "max\n":
             used = int((group / "memory.current").read_text())

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from PIL import Image
 from pyarrow import fs
@@ -16,6 +17,7 @@ from pyarrow import fs
 from utils.errors import BadInput
 
 COLUMNS = ["image", "label"]  # the bytes of an image, and an integer from 0 to 9
+CLASSES = 10
 CORRUPT = -100  # label of an image that cannot be decoded: cross_entropy ignores it
 
 # In what S3 and GCS say of access and networks; errors of files have a number instead.
@@ -28,7 +30,8 @@ def decode(batch: dict, on_corrupt: str = "fail") -> dict[str, np.ndarray]:
     For `map_batches` of a Ray Dataset, in tasks on CPUs.
 
     Args:
-        batch: columns "image" (bytes), "label" and "path", each of length n.
+        batch: columns "image" (bytes, or as Hugging Face's datasets store them: a
+            dictionary with "bytes"), "label" and "path", each of length n.
         on_corrupt: what to do with an image that cannot be decoded. "fail": raise; "skip":
             it turns black and gets the label CORRUPT, and so can be counted.
 
@@ -39,6 +42,7 @@ def decode(batch: dict, on_corrupt: str = "fail") -> dict[str, np.ndarray]:
     labels = np.array(batch["label"], dtype=np.int64)
     for row, encoded in enumerate(batch["image"]):
         try:
+            encoded = encoded["bytes"] if isinstance(encoded, dict) else encoded
             image = Image.open(io.BytesIO(encoded)).convert("L")
             images[row] = np.asarray(image.resize([28, 28], Image.Resampling.BOX)) / 255
         except Exception as error:  # a damaged image may raise anything
@@ -114,23 +118,27 @@ def count_rows(
 ) -> dict[str, int]:
     """Return the number of rows of each file; `skip_corrupt` leaves out corrupt ones.
 
-    Reads their footers, a few KB per file, and with `whole` or `skip_corrupt` all images
-    and labels: a file can only be left out before a run has begun.
+    Reads their footers and labels, and with `whole` or `skip_corrupt` all images, too: a
+    file can only be left out before a run has begun.
 
     Raises:
-        BadInput: a file cannot be read, or lacks a column; or is corrupt, unless
-            `skip_corrupt`; or all are.
+        BadInput: a file cannot be read, or lacks a column, or has another type or another
+            label in it; or is corrupt, unless `skip_corrupt`; or all are.
     """
 
     def count(file: str) -> int | None:
+        labels = []
         try:
             with pq.ParquetFile(
                 file, filesystem=system, page_checksum_verification=True
             ) as parquet:
-                names = parquet.schema_arrow.names
+                schema = parquet.schema_arrow
+                names = schema.names
+                columns = COLUMNS if whole or skip_corrupt else ["label"]
                 for group in range(parquet.num_row_groups):
-                    if whole or skip_corrupt:
-                        parquet.read_row_group(group, COLUMNS)
+                    if {*COLUMNS} <= {*names}:
+                        table = parquet.read_row_group(group, columns)
+                        labels.append(table["label"])
                 num_rows = parquet.metadata.num_rows
         except (pa.ArrowException, OSError) as error:
             reason = str(error).splitlines()[0]
@@ -149,6 +157,7 @@ def count_rows(
                 f"{file} has no column {', '.join(missing)} (it has {', '.join(names)}): "
                 "rename its columns, or correct --data-path."
             )
+        _check_types(file, schema, labels)
         return num_rows
 
     with ThreadPoolExecutor(16) as pool:
@@ -157,6 +166,30 @@ def count_rows(
     if not rows:
         raise BadInput("All Parquet files are corrupt: there is nothing to train on.")
     return rows
+
+
+def _check_types(file: str, schema: pa.Schema, labels: list[pa.ChunkedArray]) -> None:
+    image, label = schema.field("image").type, schema.field("label").type
+    if pa.types.is_struct(image) and image.get_field_index("bytes") >= 0:
+        image = image.field("bytes").type  # as Hugging Face's datasets store images
+    if not (pa.types.is_binary(image) or pa.types.is_large_binary(image)):
+        raise BadInput(
+            f"The column image of {file} is of type {image}, but must hold the bytes of "
+            "encoded images (PNG, JPEG, ...): write them again, or correct --data-path."
+        )
+    if not pa.types.is_integer(label):
+        raise BadInput(
+            f"The column label of {file} is of type {label}, but must hold integers from "
+            "0 to 9, the numbers of the classes: write them again."
+        )
+    for part in labels:
+        least, most = pc.min_max(part).as_py().values()
+        if part.null_count or (len(part) and not 0 <= least <= most < CLASSES):
+            found = "null" if part.null_count else least if least < 0 else most
+            raise BadInput(
+                f"A label in {file} is {found}, but all must be from 0 to {CLASSES - 1}: "
+                "correct it, or leave that row out."
+            )
 
 
 def check_pages(path: str) -> None:

@@ -11,6 +11,7 @@ import secrets
 import socket
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 from utils.errors import BadInput
@@ -56,6 +57,8 @@ RAY_AT_START = {
     "RAY_local_fs_capacity_threshold": "0.99",
 }
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+# What limits a container or a seat, on Linux.
+CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def prepare() -> bool:
@@ -111,6 +114,41 @@ def keep_freed_memory() -> None:
         mallopt(M_TRIM_THRESHOLD, 1 << 30)
         # the manual allows 32 MiB; where glibc refuses more it answers 0
         mallopt(M_MMAP_THRESHOLD, 1 << 30) or mallopt(M_MMAP_THRESHOLD, 32 << 20)
+
+
+def cpus() -> int:
+    """Return how many CPUs this process may use: those of its seat, not of its machine.
+
+    That is its affinity, or what its control groups allow, if that is less. In a pod with
+    two CPUs on a node of 16, `os.cpu_count()` is 16, and a Ray of that size would start 16
+    workers: 0.7 GB and 11 core seconds.
+
+    Sources: sched_getaffinity(2); docs.kernel.org, "Control Group v2", cpu.max.
+    """
+    here = range(os.cpu_count() or 1)
+    usable = len(getattr(os, "sched_getaffinity", lambda _: here)(0))
+    for group in cgroups("cpu"):
+        with contextlib.suppress(OSError, ValueError):  # no such file; "max"
+            if (group / "cpu.max").exists():
+                quota, period = map(int, (group / "cpu.max").read_text().split())
+            else:  # version 1, where -1 is no limit
+                quota = int((group / "cpu.cfs_quota_us").read_text())
+                period = int((group / "cpu.cfs_period_us").read_text())
+            if quota > 0:
+                usable = min(usable, max(1, quota // period))
+    return usable
+
+
+def cgroups(controller: str) -> Iterator[Path]:
+    """Yield the folders of this process's control groups, of version 1 or 2: the own one
+    and those above it, whose limits hold, too. A container sees its own as the root."""
+    with contextlib.suppress(OSError):  # not Linux
+        for line in OWN_CGROUP.read_text().splitlines():
+            _, names, path = line.split(":", 2)
+            if controller in (names or controller).split(","):
+                root = CGROUPS / names
+                own = root / path.strip("/")
+                yield from (g for g in (own, *own.parents) if g.is_relative_to(root))
 
 
 def free_port(first: int = 0) -> int:
