@@ -70,28 +70,6 @@ class sample_memory:
         )
 
 
-def growth(
-    before: list[Sample], after: list[Sample], only: set[int] | None = None
-) -> int:
-    """Return how many bytes Ray's processes keep after `after` that they did not before.
-
-    Of each process: the least in the last quarter of `after`, less the most in `before`.
-    What is kept is in every sample, what a batch takes for a moment is not, and the peaks
-    of two training workers differed by 100 MB between passes that kept nothing.
-
-    Summed over the processes that live in every sample of both. Ray starts and ends worker
-    processes as it needs them, about 130 MB each: in a sum over all, a start would look
-    like data that are kept. `only` names the process ids that count (None: all).
-    """
-    same = set.intersection(*(set(s.by_process) for s in [*before, *after]))
-    same &= same if only is None else only
-    late = after[len(after) * 3 // 4 :]
-    return sum(
-        min(s.by_process[pid] for s in late) - max(s.by_process[pid] for s in before)
-        for pid in same
-    )
-
-
 def private_bytes(process: psutil.Process) -> int:
     """Return a process' resident memory that it shares with no other; 0 once it ended."""
     try:

@@ -37,7 +37,7 @@ RECORDED = {
     ),
     "streamed": (
         "02-ddp-pytorch-ray/03_ray_data_streaming.ipynb",
-        "4D, streamed through the training",
+        "What the worker of rank 0 holds, beside the model",
     ),
     "gathered": (
         "03-fsdp-deepspeed/02_fsdp2.ipynb",
