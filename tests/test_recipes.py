@@ -16,8 +16,8 @@ def lesson(name: str) -> str:
     """Return the code of the lesson that the last column of the tables names."""
     if found := re.fullmatch(r"elective (\d)", name):
         (path,) = ELECTIVES.glob(f"0{found[1]}_*.ipynb")
-    elif found := re.fullmatch(r"(\d\d)/(\d\d)", name):
-        (path,) = notebooks.ROOT.glob(f"{found[1]}-*/{found[2]}_*.ipynb")
+    elif found := re.fullmatch(r"02/(\d\d)", name):
+        (path,) = ELECTIVES.parent.glob(f"{found[1]}_*.ipynb")
     else:
         assert re.match("the port|side trip: ", name), name
         (path,) = ELECTIVES.glob("01_*.ipynb")

@@ -195,10 +195,9 @@ def test_a_run_killed_at_five_moments_of_its_saves_always_goes_on(
         waits = script == RAY or kill % 2
         longest = TIMEOUT_S if waits else moments.uniform(0, 6)
         deadline, nth = time.monotonic() + longest, moments.choice([1, 2, 3, 4])
-        if (
-            script == RAY and not kill
-        ):  # in the second save: the first one is whole, and
-            nth = 6  # four or five names, so that the end has something to go on from
+        # All five could fall into a first save, which leaves nothing to go on from. A save
+        # has four names: with a fifth and sixth the last kill comes in a second one.
+        nth = 6 if script == RAY and kill == 4 else nth
         before, seen = saves(folder), set()
         while time.monotonic() < deadline and job.process.poll() is None:
             seen |= saves(folder) - before  # of what was saved only two are kept
