@@ -1,4 +1,4 @@
-"""How much memory is in use, as a node counts it. Sampling is tested in test_streaming.py."""
+"""Memory in use, as a node counts it. Sampling is tested in test_streaming.py."""
 
 from types import SimpleNamespace
 
