@@ -40,6 +40,47 @@ def test_missing_columns_are_named(tmp_path):
         parquet.count_rows(*parquet.find_parquet(str(tmp_path)))
 
 
+PNG = [b"not opened here"] * 2
+
+
+@pytest.mark.parametrize(
+    ("images", "labels", "sentence"),
+    [
+        ([[0, 1], [2, 3]], [0, 1], "column image .* of type list"),
+        (["a", "b"], [0, 1], "column image .* of type string"),
+        (PNG, ["cat", "dog"], "column label .* of type string"),
+        (PNG, [0.5, 1.0], "column label .* of type double"),
+        (PNG, [None, None], "column label .* of type null"),
+        (PNG, [1, None], "A label .* is null"),
+        (PNG, [1, 10], "A label .* is 10,"),
+        (PNG, [1, -100], "A label .* is -100,"),
+    ],
+)
+def test_columns_that_cannot_be_trained_on_are_named(
+    tmp_path, images, labels, sentence
+):
+    table = pa.table({"image": images, "label": labels})
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(BadInput, match=sentence):
+        parquet.count_rows(*parquet.find_parquet(str(tmp_path)))
+
+
+def test_images_as_hugging_face_stores_them_are_those_in_the_bytes(shards, tmp_path):
+    table = pq.read_table(shards[0])
+    stored = [{"bytes": image, "path": None} for image in table["image"].to_pylist()]
+    labels = table["label"]
+    pq.write_table(pa.table({"image": stored, "label": labels}), tmp_path / "a.parquet")
+    files = parquet.find_parquet(str(tmp_path))
+    assert [*parquet.count_rows(*files).values()] == [48]
+    plain, theirs = (
+        parquet.decode(
+            {"image": images, "label": labels.to_pylist(), "path": [""] * 48}
+        )
+        for images in (table["image"].to_pylist(), stored)
+    )
+    assert (plain["image"] == theirs["image"]).all() and plain["image"].any()
+
+
 def test_corrupt_files_fail_by_name_or_are_left_out(shards, tmp_path):
     """One was cut off by an upload; of another a page is damaged, not its footer."""
     for path in shards[:3]:

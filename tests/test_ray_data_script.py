@@ -223,6 +223,17 @@ def test_a_batch_of_corrupt_images_does_not_hide_the_loss():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("own_ray")
+def test_the_name_of_a_folder_does_not_take_the_place_of_a_label(whole_files, tmp_path):
+    """A table partitioned as Hive does has such folders; Ray would read a 7 from this."""
+    (tmp_path / "label=7").mkdir()
+    first = shutil.copy(whole_files / "shard-00001.parquet", tmp_path / "label=7")
+    rows = script.read_images(*script.parquet.find_parquet(str(tmp_path)), "fail")
+    labels = pq.ParquetFile(first).read(["label"])["label"].to_pylist()
+    assert sorted(row["label"] for row in rows.take_all()) == sorted(labels)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("own_ray")
 def test_a_corrupt_image_fails_with_the_name_of_its_file(whole_files):
     files = script.parquet.find_parquet(str(whole_files))
     with pytest.raises(BadInput, match=r"shard-00000\.parquet is corrupt"):
