@@ -66,14 +66,11 @@ def set_device(smoke_test: bool = False):
 def loader_options(device) -> dict[str, Any]:
     """Return options of a DataLoader that feeds a device: for a GPU, it works ahead.
 
-    Copies from pinned memory can overlap with the GPU's work (`non_blocking=True`). Its
-    processes are not forked: a fork copies locks that threads of Ray or NCCL hold, and may
-    wait for one for ever (ray#52598).
+    Copies from pinned memory can overlap with the GPU's work (`non_blocking=True`).
     """
     if device.type == "cpu":  # its cores train
         return {}
-    apart = {"multiprocessing_context": "forkserver", "persistent_workers": True}
-    return {"num_workers": 4, "pin_memory": True} | apart
+    return {"num_workers": 4, "pin_memory": True}
 
 
 def send(tensor, device):
