@@ -68,17 +68,6 @@ EXERCISES: dict[str, Exercise] = {
             "`epoch % 0` raises: ask for the frequency first.",
         ),
     ),
-    "images of all ranks": Exercise(
-        lambda answer: answer == 4000,
-        (
-            "What do the two functions return on each of the workers?",
-            "How many images does a rank take that believes it is alone?",
-        ),
-        {
-            1000: "So it would be if the ranks shared the images.",
-            250: "That is a fair share: of whom does each rank know?",
-        },
-    ),
     # 02-ddp-pytorch-ray/electives/02_hyperparameter_search.ipynb
     "epochs best first": Exercise(
         lambda answer: answer == 16 + 15 * 1,
