@@ -4,6 +4,7 @@ RIGHT are right; WRONG have the mistakes whose names stand beside each.
 """
 
 import copy
+import random
 from collections import UserDict
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -627,7 +628,148 @@ def build_with_dropout():
     return model
 
 
+# Optimizers that average by themselves, or compute in bfloat16.
+class Averaging(torch.optim.SGD):
+    def step(self):
+        average(self.param_groups[0]["params"])
+        return super().step()
+
+
+class InBfloat16(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            update = 0.05 * parameter.grad.bfloat16()
+            parameter.sub_(update.to(parameter.dtype))
+
+
+def averaging(model):
+    return Averaging(model.parameters(), 0.1)
+
+
+def in_bfloat16(model):
+    return InBfloat16(model.parameters(), 0.05)
+
+
+# One item a micro-batch on any number of ranks, and as many of them as make a batch.
+def deal_singly(rank, world_size, epoch):
+    loader = make_loader(rank, world_size, epoch)
+    return DataLoader(loader.dataset, 1, sampler=loader.sampler)
+
+
+def sgd_and_count(model):
+    return {"optimizer": torch.optim.SGD(model.parameters(), 0.1), "calls": 0}
+
+
+def step_when_enough(model, state, batch):
+    pieces = BATCH // dist.get_world_size()
+    state["calls"] += 1
+    last = model.require_backward_grad_sync = state["calls"] % pieces == 0
+    (F.mse_loss(model(batch[0]), batch[1]) / pieces).backward()
+    if last:
+        state["optimizer"].step()
+        state["optimizer"].zero_grad()
+
+
+def noisy_pieces(model, optimizer, batch):
+    optimizer.zero_grad()
+    for x, y in zip(*(part.split(1) for part in batch)):
+        noise = 0.1 * torch.randn_like(x)
+        (F.mse_loss(model(x + noise), y) / len(batch[0])).backward()
+    optimizer.step()
+
+
+def noise_of_numpy(model, optimizer, batch):
+    noise = torch.from_numpy(np.random.normal(size=batch[0].shape)).to(batch[0])
+    return train_step(model, optimizer, [batch[0] + 0.1 * noise, batch[1]])
+
+
+def adam_and_numpy_per_rank(model):
+    np.random.seed(dist.get_rank())
+    return adam(model)
+
+
+def adam_and_numpy(model):
+    np.random.seed(0)
+    return adam(model)
+
+
+def step_projected(model, optimizer, batch):
+    """Draw a projection of the gradient, which all ranks have to draw alike.
+
+    It has as many rows as a batch has items, so nobody can tell what they belong to.
+    """
+    loss = F.mse_loss(model(batch[0]), batch[1])
+    optimizer.zero_grad()
+    loss.backward()
+    weight = model.module[0].weight
+    projection = torch.randn(WIDTH, 8).to(weight)
+    weight.grad = weight.grad @ projection @ projection.t() / 8
+    optimizer.step()
+
+
+def time_first(rank, world_size, epoch):
+    for batch in generate(rank, world_size, epoch):
+        yield [batch["x"].t()]
+
+
+def step_time_first(model, optimizer, batch):
+    x = batch[0].t()
+    return train_step(model, optimizer, [x, x.sum(1, keepdim=True).sin()])
+
+
+class OwnLoader(DataLoader):
+    """A loader that collates in its own way, as of graphs."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, collate_fn=torch.utils.data.default_collate, **kwargs)
+
+
+def deal_by_own_loader(rank, world_size, epoch):
+    loader = make_loader(rank, world_size, epoch)
+    size = BATCH // world_size
+    return OwnLoader(loader.dataset, batch_size=size, sampler=loader.sampler)
+
+
+# A queue that ranks fill in the order in which they gather.
+def build_with_queue():
+    model = build_model()
+    model.register_buffer("queue", torch.zeros(BATCH, WIDTH))
+    return model
+
+
+def step_with_queue(model, optimizer, batch):
+    parts = [torch.zeros_like(batch[0]) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, batch[0].contiguous())
+    model.module.queue.copy_(torch.cat(parts))
+    return train_step(model, optimizer, batch)
+
+
 RIGHT = {
+    "an optimizer that averages": replace(
+        PLAIN, build_optimizer=averaging, wrap=unwrapped
+    ),
+    "an optimizer in bfloat16": replace(PLAIN, build_optimizer=in_bfloat16),
+    "pieces that shrink with the ranks": replace(
+        PLAIN,
+        build_optimizer=sgd_and_count,
+        make_loader=deal_singly,
+        train_step=step_when_enough,
+    ),
+    "noise in pieces": replace(
+        PLAIN, build_optimizer=adam_and_seed, train_step=noisy_pieces
+    ),
+    "noise of NumPy": replace(
+        PLAIN, build_optimizer=adam_and_numpy_per_rank, train_step=noise_of_numpy
+    ),
+    "a draw that is to be equal": replace(
+        PLAIN, train_step=step_projected, shared_noise=True
+    ),
+    "time first": replace(PLAIN, make_loader=time_first, train_step=step_time_first),
+    "a loader of one's own": replace(PLAIN, make_loader=deal_by_own_loader),
+    "a queue in another order": replace(
+        PLAIN, build_model=build_with_queue, train_step=step_with_queue
+    ),
     "padded to the longest": replace(
         PLAIN, make_loader=padded, train_step=step_on_padded
     ),
@@ -682,7 +824,125 @@ def adam_that_sums(model):
     return optimizer
 
 
+# What cannot be hidden by a norm, a bfloat16, or a generator that is elsewhere soon.
+def step_added_and_clipped(model, optimizer, batch):
+    optimizer.zero_grad()
+    for x, y in zip(*(part.split(1) for part in batch)):
+        F.mse_loss(model(x), y).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+
+
+def clip_each_piece(model, optimizer, batch):
+    optimizer.zero_grad()
+    pieces = [*zip(*(part.split(1) for part in batch))]
+    for number, (x, y) in enumerate(pieces):
+        model.require_backward_grad_sync = number == len(pieces) - 1
+        (F.mse_loss(model(x), y) / len(pieces)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    optimizer.step()
+
+
+def clip_own_shards(model, optimizer, batch):
+    optimizer.zero_grad()
+    F.mse_loss(model(batch[0]), batch[1]).backward()
+    shards = [p.grad.to_local() for p in model.parameters()]
+    norm = sum(shard.norm() ** 2 for shard in shards) ** 0.5
+    for shard in shards:
+        shard.mul_((0.01 / (norm + 1e-6)).clamp(max=1))
+    optimizer.step()
+
+
+def step_by_own_weights(model, optimizer, batch):
+    weights = 1 + (batch[0][:, :1] > 0).to(batch[0]) / 10
+    loss = ((model(batch[0]) - batch[1]).square() * weights).sum() / weights.sum()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def drawn_alike(rank, world_size, epoch):
+    inputs, targets = numbers()
+    for _ in range(4):
+        items = torch.randint(ITEMS, (BATCH // world_size,))
+        yield inputs[items], targets[items]
+
+
+class Rejecting(Dataset):
+    """Its items take another number of random numbers each."""
+
+    def __len__(self):
+        return ITEMS
+
+    def __getitem__(self, index):
+        noise = [random.gauss(0, 0.1) for _ in range(WIDTH + index % 3)]
+        inputs, targets = numbers()
+        return inputs[index] + torch.tensor(noise[:WIDTH]), targets[index]
+
+
+def rejecting(rank, world_size, epoch):
+    random.seed(epoch)
+    return dealt(Rejecting(), rank, world_size, epoch)
+
+
+def other_files(rank, world_size, epoch):
+    data = TensorDataset(*(tensor.roll(5 * rank, 0) for tensor in numbers()))
+    return dealt(data, rank, world_size, epoch)
+
+
+def step_never_synced(model, optimizer, batch):
+    model.set_requires_gradient_sync(False)
+    return train_step(model, optimizer, batch)
+
+
+def build_scaled():
+    model = build_model()
+    model.scale = nn.Parameter(torch.ones([]))
+    return model
+
+
+def contrast_without_gradients(model, optimizer, batch):
+    """Compare with what other ranks have, of which no gradient comes back."""
+    mine = model(batch[0])
+    parts = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, mine.detach())
+    parts[dist.get_rank()] = mine
+    whole = torch.cat(parts)
+    logits = model.module.scale * whole @ whole.t()
+    optimizer.zero_grad()
+    F.cross_entropy(logits, torch.arange(len(logits))).backward()
+    optimizer.step()
+
+
 WRONG = {
+    "added and clipped": (
+        "divided twice",
+        replace(PLAIN, train_step=step_added_and_clipped),
+    ),
+    "clipped in pieces": ("clipping", replace(PLAIN, train_step=clip_each_piece)),
+    "shards that are clipped alone": (
+        "clipping",
+        replace(PLAIN, wrap=fully_shard, train_step=clip_own_shards),
+    ),
+    "own weights under bfloat16": (
+        "unequal batches",
+        replace(PLAIN, build_optimizer=in_bfloat16, train_step=step_by_own_weights),
+    ),
+    "drawn alike": ("items", replace(PLAIN, make_loader=drawn_alike)),
+    "one stream of random": ("same noise", replace(PLAIN, make_loader=rejecting)),
+    "NumPy alike in the step": (
+        "same noise",
+        replace(PLAIN, build_optimizer=adam_and_numpy, train_step=noise_of_numpy),
+    ),
+    "files in another order": ("items", replace(PLAIN, make_loader=other_files)),
+    "shards that are never averaged": (
+        "nothing trained",
+        replace(PLAIN, wrap=fully_shard, train_step=step_never_synced),
+    ),
+    "gathered without gradients": (
+        "divided twice",
+        replace(PLAIN, build_model=build_scaled, train_step=contrast_without_gradients),
+    ),
     "one generator": ("same noise", replace(PLAIN, make_loader=equally_noisy)),
     "one generator in a transform": (
         "same noise",
@@ -753,4 +1013,7 @@ WRONG = {
         "schedule",
         replace(PLAIN, build_optimizer=adam_by_ranks, train_step=step_on_changed_items),
     ),
+}
+UNJUDGED = {
+    "a draw of nobody knows what": replace(PLAIN, train_step=step_projected),
 }

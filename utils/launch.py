@@ -7,31 +7,27 @@ the process group itself.
 
 import contextlib
 import faulthandler
-import multiprocessing as mp
 import os
 import signal
-import time
 import traceback
 from collections.abc import Callable
-from multiprocessing import connection
 from typing import Any
 
 import cloudpickle
 
+from utils.parity.ranks import CONTEXT, Died, Late, Ranks
 from utils.processes import free_port
 
-# One server process imports torch once; every rank is forked from it in milliseconds.
-# Unlike this process, the server has no threads and never touches a GPU.
-_context = mp.get_context("forkserver")
+# What the server of ranks imports once.
 _preloaded = ["torch.nn.parallel", "torchvision.models", "utils.gloo_in_one_thread"]
-_context.set_forkserver_preload(_preloaded)
+CONTEXT.set_forkserver_preload(_preloaded)
 
 
 def preload(module: str) -> None:
     """Import `module` before ranks are forked; it must be called before the first ones."""
     if module not in _preloaded:
         _preloaded.append(module)
-        _context.set_forkserver_preload(_preloaded)
+        CONTEXT.set_forkserver_preload(_preloaded)
 
 
 def run_ranks(
@@ -53,71 +49,52 @@ def run_ranks(
     payload = cloudpickle.dumps((function, args))
     env = dict(os.environ, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     env |= {"WORLD_SIZE": str(num_workers), "LOCAL_WORLD_SIZE": str(num_workers)}
-    ranks, pipes = [], []
-    try:
-        for rank in range(num_workers):
-            here, there = _context.Pipe()
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            process = _context.Process(
-                target=_run_rank, args=(payload, env | own, there), daemon=True
-            )
-            ranks.append(process)
-            process.start()
-            there.close()  # so that this end sees the end of a rank that dies
-            pipes.append(here)
-        return _collect(ranks, pipes, time.monotonic() + timeout)
-    finally:
-        for process in ranks:
-            if process.pid:  # none if stop was pressed while it started
-                process.kill()
-                process.join()
+    arguments = [
+        (payload, env | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(num_workers)
+    ]
+    with Ranks(_run_rank, arguments) as ranks:
+        try:
+            return _collect(ranks, timeout)
+        except Died as died:
+            by = f" ({signal.Signals(-died.code).name})" if died.code < 0 else ""
+            said = f"rank {died.rank} died with exit code {died.code}{by}"
+            raise RuntimeError(said) from None
+        except Late as late:
+            said = f"ranks {late.ranks} did not return in time: do they hang?"
+            raise RuntimeError(said) from None
 
 
-def _collect(ranks: list, pipes: list[Any], deadline: float) -> list[Any]:
+def _collect(ranks: Ranks, timeout: float) -> list[Any]:
     results: dict[int, Any] = {}
     loaded = 0
-    while len(results) < len(pipes):
-        waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
-        ready = connection.wait(waiting, timeout=max(0, deadline - time.monotonic()))
-        if not ready:
-            late = [r for r in range(len(pipes)) if r not in results]
-            raise RuntimeError(f"ranks {late} did not return in time: do they hang?")
-        for pipe in ready:
-            rank = pipes.index(pipe)
-            try:
-                kind, value = cloudpickle.loads(pipes[rank].recv_bytes())
-            except (EOFError, ConnectionResetError):
-                ranks[rank].join()
-                code = ranks[rank].exitcode
-                by = f" ({signal.Signals(-code).name})" if code < 0 else ""
-                raise RuntimeError(
-                    f"rank {rank} died with exit code {code}{by}"
-                ) from None
-            if kind == "loaded":
-                loaded += 1
-                for other in pipes if loaded == len(pipes) else []:
-                    with contextlib.suppress(OSError):  # it has died: seen above
-                        other.send_bytes(b"begin")
-            elif kind == "returned":
-                results[rank] = value
-            else:
-                summary, remote_traceback = value
-                rank = _first_with(summary, rank, waiting, pipes)
-                raise RuntimeError(f"rank {rank} failed with {summary}") from (
-                    RuntimeError(remote_traceback)
-                )
-    return [results[rank] for rank in range(len(pipes))]
+    for rank, message in ranks.messages(timeout, of_each=False):
+        kind, value = cloudpickle.loads(message)
+        if kind == "loaded":
+            loaded += 1
+            for pipe in ranks.pipes if loaded == len(ranks.pipes) else []:
+                with contextlib.suppress(OSError):  # it has died: seen above
+                    pipe.send_bytes(b"begin")
+        elif kind == "returned":
+            results[rank] = value
+            ranks.done.add(rank)
+        else:
+            summary, remote_traceback = value
+            rank = _first_with(summary, rank, ranks)
+            raise RuntimeError(f"rank {rank} failed with {summary}") from (
+                RuntimeError(remote_traceback)
+            )
+    return [results[rank] for rank in range(len(ranks.pipes))]
 
 
-def _first_with(summary: str, rank: int, waiting: list, pipes: list) -> int:
+def _first_with(summary: str, rank: int, ranks: Ranks) -> int:
     """Return the lowest rank that fails with the same error as `rank`.
 
     Else which of them is named would depend on which was the quickest.
     """
-    for pipe in waiting:
-        other = pipes.index(pipe)
+    for other, pipe in enumerate(ranks.pipes[:rank]):
         with contextlib.suppress(EOFError):
-            if other < rank and pipe.poll(timeout=1):
+            if other not in ranks.done and pipe.poll(timeout=1):
                 kind, value = cloudpickle.loads(pipe.recv_bytes())
                 if kind == "raised" and value[0] == summary:
                     return other
