@@ -718,7 +718,7 @@ def step_time_first(model, optimizer, batch):
     return train_step(model, optimizer, [x, x.sum(1, keepdim=True).sin()])
 
 
-class OwnLoader(DataLoader):
+class GraphLoader(DataLoader):
     """A loader that collates in its own way, as of graphs."""
 
     def __init__(self, *args, **kwargs):
@@ -728,7 +728,7 @@ class OwnLoader(DataLoader):
 def deal_by_own_loader(rank, world_size, epoch):
     loader = make_loader(rank, world_size, epoch)
     size = BATCH // world_size
-    return OwnLoader(loader.dataset, batch_size=size, sampler=loader.sampler)
+    return GraphLoader(loader.dataset, batch_size=size, sampler=loader.sampler)
 
 
 # A queue that ranks fill in the order in which they gather.
