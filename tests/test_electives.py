@@ -49,6 +49,28 @@ def test_electives_cannot_move_the_pin_of_another_lesson():
 
 @pytest.mark.weekly
 @pytest.mark.skipif(bool(missing("optuna")), reason="not installed: `make electives`")
+@pytest.mark.parametrize(
+    ("framework", "option", "says"),
+    [
+        ("accelerate", "--prepare-schedule", "scheduler counts per rank"),
+        ("lightning", "--own-sampler", "every rank sees every item"),
+        ("transformers", "--keep-batch", "the global batch grows"),
+    ],
+)
+def test_the_parity_tool_watches_a_framework(framework, option, says):
+    program = ROOT / "docs" / "frameworks" / f"with_{framework}.py"
+    right, wrong = (
+        subprocess.check_output(
+            [sys.executable, program, *options], cwd=ROOT, text=True, timeout=TIMEOUT_S
+        )
+        for options in ([], [option])
+    )
+    assert "2 workers train like one process" in right and "Looks like" not in right
+    assert "Looks like" in wrong and says in wrong, wrong
+
+
+@pytest.mark.weekly
+@pytest.mark.skipif(bool(missing("optuna")), reason="not installed: `make electives`")
 def test_what_is_installed_is_what_is_pinned():
     here = pins(PINNED[0], here_only=True) | pins(PINNED[1], here_only=True)
     found = {

@@ -228,7 +228,7 @@ def test_programs_of_many_styles(name):
         assert report.ok, str(report)
     elif name in odd_programs.UNJUDGED:
         assert (report.status, report.names) == (3, []), str(report)
-        assert "`SHARED_NOISE = True`" in str(report)
+        assert 'Say `PARITY = {"shared_noise": True}`' in str(report)
     else:
         assert report.names == odd_programs.WRONG[name][0].split(", "), str(report)
 
@@ -255,6 +255,36 @@ def test_records_of_another_launcher_are_judged():
     assert report.equal == {2: False} and report.names == [name], str(report)
     unlike = parity.judge(alone[1], right)
     assert unlike.equal == {2: False} and unlike.findings
+
+
+def loop(call) -> list[list[parity.Record]]:
+    """Train in a loop that knows nothing of the tool, and return what all ranks did."""
+    dist.init_process_group("gloo")
+    plain = odd_programs.PLAIN
+    model = torch.nn.parallel.DistributedDataParallel(plain.build_model().double())
+    optimizer = plain.build_optimizer(model)
+    with parity.watch(model) as found:
+        for inputs, targets in plain.make_loader(
+            dist.get_rank(), dist.get_world_size(), 0
+        ):
+            loss = (call(model)(inputs.double()) - targets.double()).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    records = [None] * dist.get_world_size()
+    dist.all_gather_object(records, found)
+    return records
+
+
+@pytest.mark.slow
+def test_any_loop_is_watched():
+    right, bypassed = (lambda model: model), (lambda model: model.module)
+    alone = launch.run_ranks(loop, 1, right)[0][0]
+    assert len(alone.steps) == 4
+    together = launch.run_ranks(loop, 2, right)[0]
+    assert parity.judge(alone, together).ok
+    report = parity.judge(alone, launch.run_ranks(loop, 2, bypassed)[0])
+    assert report.names == ["not averaged"], str(report)
 
 
 @pytest.mark.slow

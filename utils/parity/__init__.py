@@ -15,12 +15,12 @@ With two functions more the tool also stops it in its middle, and starts it anew
     def save(folder, model, optimizer, epoch, step): ...  # `step` batches of it are done
     def load(folder, model, optimizer): ...               # returns epoch and step
 
-The file may say in one line what the tool cannot know:
+The file may say in one line what the tool cannot know, as `PARITY = {"items": 1}`:
 
-    SHARDS = True                      # each rank is to hold a share of the state
-    ITEMS = 1                          # which dimension of a batch is that of the items
-    SHARED_NOISE = True                # all ranks are to draw the same in a step
-    EXPECTED = {"batch statistics"}    # a finding that is known, and no reason to complain
+    "shards": True                     # each rank is to hold a share of the state
+    "items": 1                         # which dimension of a batch is that of the items
+    "shared_noise": True               # all ranks are to draw the same in a step
+    "expected": ["batch statistics"]   # a finding that is known, and no reason to complain
 
 One process and then 2 and 3 train for two epochs on this machine's CPUs, in float64 and
 in float32, in processes of their own that talk through gloo. One process is a group of
@@ -38,7 +38,8 @@ same, 2 if the file cannot be used, 3 if it cannot be judged.
 
 The package needs torch alone. Modules, from the bottom up: `sketches` (numbers that stand
 for a tensor), `training`, `randomness`, `precision`, `batches`, `recording` (one rank, one
-run), `ranks`, `groups` (one process and N), `comparing`, `diagnosing` (a table),
+run), `ranks`, `groups` (one process and N), `comparing`; the mistakes, of `items`,
+`averaging`, `content`, `noise` and of what is `held`; their table, `diagnosing`;
 `reporting`, `restarts`, `checking`, `command`.
 """
 
@@ -50,13 +51,13 @@ if TYPE_CHECKING:
     from .command import main
     from .comparing import Distances, distances
     from .diagnosing import Finding
-    from .recording import Record, Records, Update, record
+    from .recording import Record, Records, Update, record, watch
     from .reporting import Report, judge
     from .training import BadInput, Training
 
 __all__ = [
     "BadInput", "Distances", "Finding", "Record", "Records", "Report", "Training",
-    "Update", "check", "check_all", "distances", "judge", "main", "record",
+    "Update", "check", "check_all", "distances", "judge", "main", "record", "watch",
 ]  # fmt: skip
 _MODULES = ("checking", "command", "comparing", "diagnosing", "recording", "reporting",
             "training")  # fmt: skip

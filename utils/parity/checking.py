@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from .comparing import Case
-from .diagnosing import needs_a_share_alone
+from .content import needs_a_share_alone
 from .groups import Failure, Job, train_group
 from .recording import Run
 from .reporting import (

@@ -54,7 +54,10 @@ class Difference(NamedTuple):
     size: float
 
     def __str__(self) -> str:
-        return f"step {self.step}: {self.what}, by {self.size:.1e} of its size"
+        by = f"by {self.size:.1e} of its size"
+        if math.isinf(self.size):
+            by = "which is not there, or no number, in all of them"
+        return f"step {self.step}: {self.what}, {by}"
 
 
 class Distances(NamedTuple):

@@ -338,11 +338,14 @@ class Draws(TorchDispatchMode):
             self.loose |= drawn.numel() > 1
             return drawn
         rows = [
-            self._row(func, name, args, kwargs, k, item) for k, item in enumerate(items)
+            self._row(func, name, args, kwargs, tuple(drawn.shape), k, item)
+            for k, item in enumerate(items)
         ]
         return drawn.copy_(torch.stack(rows, self.axis))
 
-    def _row(self, func, name, args, kwargs, k: int, item: Any) -> torch.Tensor:
+    def _row(
+        self, func, name, args, kwargs, shape: tuple, k: int, item: Any
+    ) -> torch.Tensor:
         """Draw for one item, from its own row of what the draw depends on."""
         rows = self._rows(args[0]) if args and isinstance(args[0], torch.Tensor) else 0
         if rows > k:
@@ -352,8 +355,17 @@ class Draws(TorchDispatchMode):
                 else each
                 for each in args
             )
+        # One row alone: torch draws otherwise for 16 numbers and more than for fewer.
+        args = tuple(self._one(each, shape) for each in args)
+        kwargs = {key: self._one(each, shape) for key, each in kwargs.items()}
         with self.sources.seeded(self._seed_of(name, item)):
             return func(*args, **kwargs).select(self.axis, 0).clone()
+
+    def _one(self, size: Any, shape: tuple) -> Any:
+        """Return the size of a draw for one item, if this is the size of a draw."""
+        if not isinstance(size, (list, tuple)) or tuple(size) != shape:
+            return size
+        return [1 if axis == self.axis else each for axis, each in enumerate(shape)]
 
     def _seed_of_step(self) -> int:
         self.calls += 1

@@ -35,6 +35,7 @@ class Update:
     options: list[dict[str, float]]  # numbers of each group of parameters, as "lr"
     gradients: Sketches  # as the optimizer gets them
     own: Sketches  # after this rank's last backward, before anything is averaged
+    aside: Sketches = field(default_factory=dict)  # own ones that it does not step with
     unclipped: Sketches | None = None  # before torch's clipping, if it was called
     norm: float | None = None  # that torch's clipping found
     most: float | None = None  # to which it clips
@@ -133,8 +134,8 @@ class Run:
 class Recorder:
     """Hooks of a model and of all optimizers, and what they have seen."""
 
-    def __init__(self, draws: Draws):
-        self.draws = draws
+    def __init__(self, draws: Draws, on_update: Callable[[], None] = lambda: None):
+        self.draws, self.on_update = draws, on_update
         self.model = nn.Module()
         self.incoming: dict[str, torch.Tensor] = {}
         self.names: dict[int, str] = {}
@@ -174,20 +175,22 @@ class Recorder:
             self.names[id(parameter)] = name
             if id(parameter) in self.hooked or not parameter.requires_grad:
                 continue
-            self.hooked.add(id(parameter))
             number = id(parameter)
-            if isinstance(parameter, DTensor):
-                hook = functools.partial(self._sharded, number)
-                parameter.register_post_accumulate_grad_hook(hook)
-            else:
-                parameter.register_hook(functools.partial(self._arriving, number))
-                hook = functools.partial(self._accumulated, number)
-                parameter.register_post_accumulate_grad_hook(hook)
+            self.hooked.add(number)
+            after = self._sharded
+            if not isinstance(parameter, DTensor):
+                arriving = functools.partial(self._arriving, number)
+                self.handles.append(parameter.register_hook(arriving))
+                after = self._accumulated
+            hook = functools.partial(after, number)
+            self.handles.append(parameter.register_post_accumulate_grad_hook(hook))
         self.draws.parameters = [parameter for _, parameter in named(self.model)]
 
     def watch_forward(self, model: nn.Module) -> None:
-        model.register_forward_pre_hook(self._forward, with_kwargs=True)
-        model.register_forward_hook(self._forwarded, always_call=True)
+        self.handles += [
+            model.register_forward_pre_hook(self._forward, with_kwargs=True),
+            model.register_forward_hook(self._forwarded, always_call=True),
+        ]
 
     # The names are those of now: a wrap may have given others.
     def _arriving(self, number: int, gradient: torch.Tensor) -> None:
@@ -280,6 +283,7 @@ class Recorder:
                 options=[*map(_numbers, optimizer.param_groups)],
                 gradients=gradients,
                 own={name: self.own[name] for name in gradients if name in self.own},
+                aside={n: s for n, s in self.own.items() if n not in gradients},
                 unclipped=self.unclipped,
                 norm=self.norm,
                 most=self.most,
@@ -308,6 +312,7 @@ class Recorder:
                 self.updates[-1].reduces = self.draws.collectives > self.collectives
             self._forget()
             self._count_bytes()
+            self.on_update()
 
     def _count_bytes(self) -> None:
         """Note the most bytes on this rank: parameters, gradients, state of optimizers."""
@@ -433,6 +438,33 @@ def _is_batch_norm(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.batchnorm._BatchNorm)
 
 
+def _batch_norms(model: nn.Module) -> list[str]:
+    return [
+        name.removeprefix("module.")
+        for name, each in model.named_modules()
+        if _is_batch_norm(each)
+    ]
+
+
+def _held(model: nn.Module, beside: Any) -> dict[str, Any]:
+    """Return sketches of what is held before training."""
+    state = _state_of(beside, model)
+    return {
+        "start": {name: sketch(p) for name, p in named(model)},
+        "start_buffers": {n: sketch(b) for n, b in _buffers(model).items()},
+        "start_state": {n: sketch(_bounded(t)) for n, t in state.items()},
+    }
+
+
+def _note(step: Step, model: nn.Module, beside: Any) -> None:
+    """Write down what is held after a step."""
+    step.parameters = {name: sketch(p) for name, p in named(model)}
+    for name, buffer in _buffers(model).items():
+        step.buffers[name], step.sets[name] = sketch(buffer), sketch_as_set(buffer)
+    state = _state_of(beside, model)
+    step.state = {n: sketch(_bounded(t)) for n, t in state.items()}
+
+
 @contextlib.contextmanager
 def _watched_clipping(recorder: Recorder) -> Iterator[None]:
     """Let torch's functions that clip tell `recorder` what they found."""
@@ -550,26 +582,13 @@ class Trainer:
         self.recorder.watch_forward(self.model)
         self.record = Record(
             rank=self.rank,
-            **self._held(),
+            **_held(self.model, self.optimizer),
             at_wrap=at_wrap,
-            batch_norms=[
-                name.removeprefix("module.")
-                for name, each in self.model.named_modules()
-                if _is_batch_norm(each)
-            ],
+            batch_norms=_batch_norms(self.model),
             sharded=training.shards,
             expected=training.expected,
             restarts=bool(training.save and training.load),
         )
-
-    def _held(self) -> dict[str, Any]:
-        """Return sketches of what is held before training."""
-        state = _state_of(self.optimizer, self.model)
-        return {
-            "start": {name: sketch(p) for name, p in named(self.model)},
-            "start_buffers": {n: sketch(b) for n, b in _buffers(self.model).items()},
-            "start_state": {n: sketch(_bounded(t)) for n, t in state.items()},
-        }
 
     def _load(self) -> tuple[int, int]:
         """Load what was saved; return the epoch, and how many of its batches are done."""
@@ -583,7 +602,7 @@ class Trainer:
                 f"load(...) returned {place!r}: let it return the epoch and the number of "
                 "its batches that are done, as `save` was given them."
             ) from None
-        self.record = replace(self.record, **self._held())
+        self.record = replace(self.record, **_held(self.model, self.optimizer))
         return epoch, step
 
     def _batches(self, rank: int, world_size: int, epoch: int) -> Batches:
@@ -682,11 +701,7 @@ class Trainer:
         step.rows, step.forwarded = len(rows), len(seen) if seen <= rows else 0
         step.draws, step.evaluating = draws.noted, self.recorder.evaluating
         step.gathers = draws.gathers
-        step.parameters = {name: sketch(p) for name, p in named(self.model)}
-        for name, buffer in _buffers(self.model).items():
-            step.buffers[name], step.sets[name] = sketch(buffer), sketch_as_set(buffer)
-        state = _state_of(self.optimizer, self.model)
-        step.state = {n: sketch(_bounded(t)) for n, t in state.items()}
+        _note(step, self.model, self.optimizer)
         record.steps.append(step)
 
     def _call(self, step: Step, batch: Any, epoch: int, number: int) -> Any:
@@ -748,3 +763,53 @@ def record(
     """
     run = Run(dtype, epochs=epochs, limit=steps)
     return Trainer(lambda: training, run, lambda where: None).train()
+
+
+@contextlib.contextmanager
+def watch(model: nn.Module, *beside: Any) -> Iterator[Record]:
+    """Record any loop that trains `model`, for `judge`: each update counts as a step.
+
+    Within, dropout keeps everything, and a model in float64 computes in float64 throughout.
+    Other noise is the loop's own: seed it by the item, or leave it out. Items are told by
+    what goes into the model.
+
+    Args:
+        model: as it is trained, so wrapped.
+        beside: what else has a state: an average of the weights, a teacher.
+
+    Yields:
+        This rank's record, which is whole at the end.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    draws = Draws(Sources(), True, 0, False)
+    dtype = next(model.parameters()).dtype
+    held = _held(model, beside)
+    found = Record(rank, **held, at_wrap={}, batch_norms=[], sharded=False)
+    found.at_wrap = {name: p.requires_grad for name, p in named(model)}
+    found.batch_norms = _batch_norms(model)
+
+    def on_update() -> None:
+        items = tuple(sorted(recorder.seen))
+        step = Step(0, items, items, evaluating=recorder.evaluating)
+        _note(step, model, beside)
+        found.steps.append(step)
+        found.drew |= draws.drew
+        found.loose |= draws.loose
+        recorder.begin_step(len(found.steps), model)
+        draws.begin(0, len(found.steps), ())
+
+    recorder = Recorder(draws, on_update)
+    recorder.begin_step(0, model)
+    recorder.watch_forward(model)
+    with (
+        contextlib.closing(recorder),
+        _watched_clipping(recorder),
+        draws,
+        Lifted(dtype == torch.float64) as lifted,
+    ):
+        yield found
+    found.rounds, found.updates = sorted(lifted.left), recorder.updates
+    found.orders = found.contents = [[step.items for step in found.steps]]
+    found.identified = all(step.items for step in found.steps)  # if it is called itself
+    found.state_bytes = found.shared_bytes = recorder.bytes
+    found.sharded = any(isinstance(p, DTensor) for _, p in named(model))

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .comparing import LATER, ROUNDED, Case
-from .diagnosing import HARMLESS, Finding, diagnose, explains, other_state
+from .content import other_state
+from .diagnosing import HARMLESS, Finding, diagnose, explains
 from .groups import Failure
 from .recording import Record, Records
 from .sketches import apart, relative
@@ -147,9 +148,9 @@ def _doubt(case: Case) -> str:
         return f"it computes in {' and '.join(case.rounds)}, also here"
     if case.loose:
         return (
-            "it draws random numbers that belong to no item that is known. Say "
-            "`SHARED_NOISE = True` in its file if all ranks are to draw the same, "
-            "`ITEMS = 1` if items are the second dimension, or try without"
+            "it draws random numbers that belong to no item that is known. Say `PARITY = "
+            '{"shared_noise": True}` in its file if all ranks are to draw the same, '
+            '`{"items": 1}` if items are the second dimension, or try without'
         )
     if not case.identified and any(r.drew for r in [case.one, *case.ranks]):
         return (
@@ -158,8 +159,8 @@ def _doubt(case: Case) -> str:
         )
     if not case.identified:
         return (
-            "nobody can tell which items its batches hold. Say `ITEMS = 1` in its file "
-            "if they are the second dimension"
+            'nobody can tell which items its batches hold. Say `PARITY = {"items": 1}` in '
+            "its file if they are the second dimension"
         )
     return ""
 

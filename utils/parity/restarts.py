@@ -7,10 +7,10 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from .comparing import LATER, points_of
-from .diagnosing import Finding, numbers
+from .diagnosing import Finding
 from .groups import Failure, Job, Runs, train_group
 from .recording import Record
-from .sketches import Sketches, apart
+from .sketches import Sketches, apart, numbers
 from .training import BadInput
 
 

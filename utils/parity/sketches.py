@@ -119,3 +119,8 @@ def made_of(whole: Sketches, parts: list[Sketches]) -> tuple[list[float], float]
     factors = torch.linalg.pinv(matrix, rtol=1e-9) @ target
     left = (matrix @ factors - target).norm() / target.norm()
     return factors.tolist(), left.item()
+
+
+def numbers(values: Iterable[float]) -> str:
+    """Return numbers as they stand in an evidence."""
+    return ", ".join(f"{value:.3g}" for value in values)

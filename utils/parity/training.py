@@ -67,13 +67,9 @@ class Training:
     expected: frozenset[str] = frozenset()
 
 
-# What a file may say of its training in one line, and the argument that it is.
-LINES = {
-    "SHARDS": "shards",
-    "ITEMS": "items",
-    "SHARED_NOISE": "shared_noise",
-    "EXPECTED": "expected",
-}
+# What a file may say of its training, as `PARITY = {"items": 1}`: names of arguments. It is
+# one name, as a program may have an ITEMS of its own.
+SAID = ("shards", "items", "shared_noise", "expected")
 
 
 @dataclass(frozen=True)
@@ -149,11 +145,11 @@ def _from_module(module: Any, path: str) -> Training:
                     f"{name} in {path} takes other arguments: make it `def {call}`."
                 ) from None
         found[name] = function
-    said = {
-        argument: getattr(module, line)
-        for line, argument in LINES.items()
-        if hasattr(module, line)
-    }
+    said = dict(getattr(module, "PARITY", {}))
+    if unknown := sorted(said.keys() - set(SAID)):
+        raise BadInput(
+            f"PARITY in {path} has {', '.join(unknown)}: it may have {', '.join(SAID)}."
+        )
     if "expected" in said:
         said["expected"] = frozenset(said["expected"])
     return Training(**found, **said)
