@@ -643,6 +643,10 @@ def test_the_commands_that_make_one_file_of_it(tmp_path):
         ["bash", "-ec", commands], cwd=tmp_path, text=True, env=env, timeout=TIMEOUT_S
     )
     assert "3 workers train like one process" in out
+    wrong = FILE.replace("    sampler.set_epoch(epoch)\n", "")
+    (tmp_path / "wrong.py").write_text(wrong)
+    command = [sys.executable, "parity.pyz", "wrong.py", "--world-sizes", "2"]
+    assert subprocess.run(command, cwd=tmp_path, env=env).returncode == 1
     (tmp_path / "alone").mkdir()
     (tmp_path / "alone" / "utils.py").write_text("import os, time\n")
     (tmp_path / "alone" / "my_training.py").write_text("import utils\n" + FILE)

@@ -48,3 +48,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     print(report.as_json() if args.json else report)
     return report.status
+
+
+def run() -> None:
+    """End the process with the status: what `python -m zipapp` is given."""
+    sys.exit(main())

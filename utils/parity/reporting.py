@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from .averaging import labels_of, level_of
 from .comparing import LATER, ROUNDED, Case
 from .content import other_state
 from .diagnosing import HARMLESS, Finding, diagnose, explains
@@ -188,13 +189,21 @@ def judge_case(case: Case) -> tuple[str, list[str], list[Finding]]:
 
 def _unknown(case: Case) -> Finding:
     """Return what is left to say, and what was ruled out."""
-    out = ["the items of each update are the same"] * case.still.same_items(
-        case.still.differs.point if case.still.differs else 0
-    )
-    labels_known = any(update.own for update in case.one.updates)
-    out += ["gradients are averaged"] * labels_known
-    out.append("learning rates are equal")
-    sentence = f"it differs, cause unknown. Ruled out: {', '.join(out)}"
+    at = case.still.differs
+    updates = [*zip(*(rank.updates for rank in case.ranks))]
+    labels = [
+        {*labels_of(list(each), level_of(list(each))).values()} for each in updates
+    ]
+    pairs = [
+        (u.rates, one.rates) for us, one in zip(updates, case.one.updates) for u in us
+    ]
+    out = {
+        "other items": case.still.same_items(at.point if at else 0),
+        "averaging": bool(labels) and all(each == {"mean"} for each in labels),
+        "the learning rate": bool(pairs) and all(a == b for a, b in pairs),
+    }
+    ruled_out = ", ".join(what for what, is_out in out.items() if is_out) or "nothing"
+    sentence = f"it differs, cause unknown. Ruled out: {ruled_out}"
     alone = other_state(case)
     if alone:
         sentence += (
