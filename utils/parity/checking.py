@@ -119,6 +119,7 @@ def check_all(
 
     A training that fails fails the others: give those that may to `check`.
     """
+    world_sizes = tuple(world_sizes)
     payloads = [payload(training) for training in trainings.values()]
     run = Run(epochs=epochs, limit=steps, device=device)
     job, alone = _train_alone(payloads, run, timeout)

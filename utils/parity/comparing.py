@@ -172,6 +172,7 @@ class Pair:
         self.of_ranks = [points_of(rank) for rank in self.ranks]
         self.items_differ = self._items_differ()
         self.unlike: Difference | None = None
+        self.unlike_at: set[int] = set()
         self.reordered = ""
         self.differs = self._start() or self._first()
 
@@ -270,6 +271,7 @@ class Pair:
                 own = max(apart(each, ours[0])[0] for each in ours) > LATER
                 if own or self._is_made_up_for(updates, alone, ours[0]):
                     self.unlike = self.unlike or found
+                    self.unlike_at.add(number)
                     continue
                 return found
         return None
@@ -278,7 +280,7 @@ class Pair:
     def _is_made_up_for(updates: list[Update], alone, ours) -> bool:
         """Return whether an optimizer that is not torch's may divide by itself."""
         by_itself = any(each.reduces or not each.of_torch for each in updates)
-        return by_itself and made_of(ours, [alone])[1] < ROUNDED
+        return by_itself and made_of(ours, [alone])[1] < LATER
 
     def _weights(
         self, number: int, point: Point, theirs: list[Point]
@@ -290,16 +292,23 @@ class Pair:
             size, name = apart(ours.parameters, alone.parameters)
             if size > tolerance:
                 return self._part(number, point, f"parameter `{name}`", size)
-            if self.unlike and self.unlike.point == number:
+            if number in self.unlike_at or not point.updates:
                 size, name = self._changed(number, point, rank, each)
                 if size > CHANGED:
                     what = f"what the update adds to `{name}`"
                     return self._part(number, point, what, size)
-            size, name = apart(ours.buffers, alone.buffers)
-            if size > tolerance:
-                if apart(ours.sets, alone.sets)[0] > LATER:
-                    return self._part(number, point, f"buffer `{name}`", size)
-                self.reordered = name
+            # one by one: units of buffers have nothing in common
+            for name, numbers in alone.buffers.items():
+                size = apart({name: ours.buffers.get(name, [])}, {name: numbers})[0]
+                if size > tolerance:
+                    sets = {name: ours.sets.get(name, [])}, {name: alone.sets[name]}
+                    if apart(*sets)[0] > LATER:
+                        return self._part(number, point, f"buffer `{name}`", size)
+                    self.reordered = name
+            for name in alone.state.keys() & ours.state.keys():
+                size = apart({name: ours.state[name]}, {name: alone.state[name]})[0]
+                if size > tolerance:
+                    return self._part(number, point, f"state `{name}`", size)
         return None
 
     def _part(self, number: int, point: Point, what: str, size: float) -> Difference:

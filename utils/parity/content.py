@@ -59,6 +59,8 @@ def partly_divided(case: Case) -> str:
         if math.hypot(*alone.own[name]) < 1e-8 * length(alone.own):
             continue
         parts = [{name: each.own[name]} for each in updates if name in each.own]
+        if len(parts) < len(updates):
+            return ""
         mean = {name: torch.tensor([p[name] for p in parts]).mean(0).tolist()}
         (factor,), left = made_of({name: alone.own[name]}, [mean])
         if left > ROUNDED or min(abs(factor - 1), abs(factor - case.n)) > 1e-3:

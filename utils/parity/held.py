@@ -51,7 +51,8 @@ def _options(case: Case, only: Callable[[str], bool]) -> tuple[int, str, list[fl
             for name, value in group.items():
                 if not only(name):
                     continue
-                ours = [e.options[k].get(name, value) for e in updates]
+                groups = [e.options[k] for e in updates if k < len(e.options)]
+                ours = [group.get(name, value) for group in groups]
                 theirs = ours[0]
                 if alone and k < len(alone.options):
                     theirs = alone.options[k].get(name, value)

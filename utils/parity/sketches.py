@@ -55,7 +55,7 @@ def sketch_as_set(tensor: torch.Tensor) -> list[float]:
     numbers, and of the squares and cubes of a random combination.
     """
     rows = tensor.detach().to("cpu", torch.float64)
-    rows = rows.reshape(len(rows), -1) if rows.ndim else rows.reshape(1, 1)
+    rows = rows.flatten(1) if rows.ndim > 1 else rows.reshape(-1, 1)
     mixed = rows @ _signs(rows.shape[1]).to(torch.float64)
     return [*sketch(rows.sum(0)), *((mixed**k).sum().item() for k in (1, 2, 3))]
 
