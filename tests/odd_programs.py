@@ -914,7 +914,119 @@ def contrast_without_gradients(model, optimizer, batch):
     optimizer.step()
 
 
+# What a comparison of the model's weights alone would call equal.
+def adam_and_probe(model):
+    torch.manual_seed(1)
+    probe = nn.Linear(WIDTH, 1).to(next(model.parameters()))
+    optimizer = torch.optim.AdamW([*model.parameters(), *probe.parameters()], 1e-2)
+    optimizer.probe = probe
+    return optimizer
+
+
+def step_with_probe(model, optimizer, batch):
+    """Train a probe beside the model, of which DDP does not know."""
+    optimizer.zero_grad()
+    F.mse_loss(model(batch[0]), batch[1]).backward()
+    F.mse_loss(optimizer.probe(batch[0]), batch[1]).backward()
+    optimizer.step()
+
+
+def step_on_masked(model, optimizer, batch):
+    """Train on items that are chosen by chance: ranks have unequal counts of them."""
+    mask = torch.empty(len(batch[0]), 1).bernoulli_(0.6).bool()
+    errors = (model(batch[0]) - batch[1]).square()
+    loss = errors[mask].sum() / mask.sum().clamp(min=1)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+class AveragedByN(Averaged):
+    """An average of the weights whose decay depends on the number of ranks."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.by = 0.1 * dist.get_world_size()
+
+
+def step_and_average_by_n(model, state, batch):
+    F.smooth_l1_loss(model(batch["x"]), batch["y"]).backward()
+    state.optimizer.step()
+    state.optimizer.zero_grad()
+    with torch.no_grad():
+        for slow, fast in zip(state.slow.parameters(), model.parameters()):
+            slow.lerp_(fast, state.by)
+
+
+def build_with_counter():
+    model = build_model()
+    lowest = torch.finfo(torch.float32).min
+    model.register_buffer("mask", torch.full((4, 4), lowest).triu(1))
+    model.register_buffer("seen", torch.zeros(()))
+    return model
+
+
+def step_and_count(model, optimizer, batch):
+    model.module.seen += len(batch[0])  # half of one process', on both ranks
+    return train_step(model, optimizer, batch)
+
+
+class OwnSGD(torch.optim.SGD):
+    """Any class that is not torch's might divide its gradients by itself."""
+
+
+class FromNothing:
+    def __init__(self, model):
+        self.optimizer = OwnSGD(model.parameters(), 1e-6)
+        warm_up = lambda step: min(1.0, step / 2)  # noqa: E731
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, warm_up)
+
+
+def step_over_n(model, state, batch):
+    state.optimizer.zero_grad()
+    (F.mse_loss(model(batch[0]), batch[1]) / dist.get_world_size()).backward()
+    state.optimizer.step()
+    state.schedule.step()
+
+
+def smooth_by_n(model, optimizer, batch):
+    """Smooth targets by the number of ranks: no finding says so."""
+    targets = batch[1] * (1 - 0.05 * dist.get_world_size())
+    return train_step(model, optimizer, [batch[0], targets])
+
+
 WRONG = {
+    "a probe beside DDP": (
+        "weights",
+        replace(PLAIN, build_optimizer=adam_and_probe, train_step=step_with_probe),
+    ),
+    "masked by chance": ("unequal batches", replace(PLAIN, train_step=step_on_masked)),
+    "an average by N": (
+        "unknown",
+        replace(
+            PLAIN,
+            build_optimizer=AveragedByN,
+            make_loader=generate,
+            train_step=step_and_average_by_n,
+        ),
+    ),
+    "a counter beside a mask": (
+        "unknown",
+        replace(PLAIN, build_model=build_with_counter, train_step=step_and_count),
+    ),
+    "a small rate from nothing": (
+        "divided twice",
+        replace(PLAIN, build_optimizer=FromNothing, train_step=step_over_n),
+    ),
+    "more than is expected": (
+        "schedule, unknown",
+        replace(
+            PLAIN,
+            build_optimizer=adam_by_ranks,
+            train_step=smooth_by_n,
+            expected=frozenset({"schedule"}),
+        ),
+    ),
     "added and clipped": (
         "divided twice",
         replace(PLAIN, train_step=step_added_and_clipped),

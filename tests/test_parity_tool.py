@@ -231,6 +231,7 @@ def test_programs_of_many_styles(name):
         assert 'Say `PARITY = {"shared_noise": True}`' in str(report)
     else:
         assert report.names == odd_programs.WRONG[name][0].split(", "), str(report)
+        assert report.status == 1
 
 
 def records_of(*programs: parity.Training) -> list[list[parity.Record]]:

@@ -42,6 +42,8 @@ def labels_of(updates: list[Update], level: str = "gradients") -> dict[str, str]
     found = {}
     for name in dict.fromkeys(itertools.chain.from_iterable(at)):
         own = [update.own.get(name) or update.aside.get(name) for update in updates]
+        if len({len(each) for each in own if each}) > 1:
+            continue  # parts of a tensor, which ranks share unequally
         if all(own) and max(math.hypot(*(each or [])) for each in own) < 1e-8 * whole:
             continue  # zero, but for rounding
         if all(own):

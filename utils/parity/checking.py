@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from .comparing import Case
 from .content import needs_a_share_alone
-from .diagnosing import HARMLESS
+from .diagnosing import HARMLESS, TABLE
 from .groups import Failure, Job, train_group
 from .recording import Run
 from .reporting import (
@@ -131,6 +131,12 @@ def check_all(
             report = Report({1: DIFFERS}, [failed(alone, 1)], [line])
             return dict.fromkeys(trainings, report)
         raise _fails_alone(alone)
+    known = {row.name for row in TABLE} | {"unknown", "not saved", "fails", "hangs"}
+    for runs in alone[0]:
+        if unknown := sorted(runs["float64"].expected - known):
+            raise BadInput(
+                f"Nothing is called {', '.join(unknown)}, which is expected."
+            )
     groups: dict[int, Any] = {1: alone}
     for n in world_sizes:
         groups[n] = train_group(job, n, timeout)

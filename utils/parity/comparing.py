@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from .groups import Runs
 from .recording import Record, Records, Update
-from .sketches import apart, changes, length, made_of, relative
+from .sketches import Sketches, apart, apart_each, changes, length, made_of, relative
 
 # float64: relative errors of the first update, and of later ones
 FIRST, LATER = 1e-10, 1e-7
@@ -152,6 +152,19 @@ def odd_items(one: Record, ranks: Records) -> list[tuple[int, Any]]:
 # ----------------------------------------------------------------- where two runs part
 
 
+def _alike(ours: list[Sketches], alone: Sketches) -> list[str]:
+    """Return names of what is one gradient on all ranks: averaged, or never their own."""
+    return [
+        name
+        for name, numbers in ours[0].items()
+        if name in alone
+        and all(
+            apart({name: each.get(name, [])}, {name: numbers})[0] < LATER
+            for each in ours
+        )
+    ]
+
+
 class Pair:
     """One process and the ranks of one kind of run.
 
@@ -160,19 +173,17 @@ class Pair:
         points: of one process; `of_ranks`: of each rank.
         items_differ: the first point whose items are not those of one process.
         differs: where the first number differs that has to be equal.
-        unlike: where a gradient differs that has no effect: the optimizer makes up for it.
+        unlike: where gradients differ before an optimizer that may make up for it.
         reordered: a buffer whose rows are those of one process, in another order.
     """
 
     def __init__(self, one: Record, ranks: Records, shaken: Record | None = None):
         self.one, self.ranks = identified(one, ranks)
         self.shaken = shaken
-        self.n = len(ranks)
         self.points = points_of(self.one)
         self.of_ranks = [points_of(rank) for rank in self.ranks]
         self.items_differ = self._items_differ()
-        self.unlike: Difference | None = None
-        self.unlike_at: set[int] = set()
+        self.unlike: dict[int, Difference] = {}  # by point
         self.reordered = ""
         self.differs = self._start() or self._first()
 
@@ -268,12 +279,15 @@ class Pair:
                 update = self.one.updates.index(one)
                 what = f"the gradient of `{name}`"
                 found = Difference(point.last, number, update, what, size)
-                own = max(apart(each, ours[0])[0] for each in ours) > LATER
-                if own or self._is_made_up_for(updates, alone, ours[0]):
-                    self.unlike = self.unlike or found
-                    self.unlike_at.add(number)
-                    continue
-                return found
+                alike = _alike(ours, alone)
+                rest = {name: alone[name] for name in alike}
+                size, name = apart({name: ours[0][name] for name in alike}, rest)
+                if size > self.tolerance(number) and not self._is_made_up_for(
+                    updates, rest, ours[0]
+                ):
+                    what = f"the gradient of `{name}`"
+                    return Difference(point.last, number, update, what, size)
+                self.unlike.setdefault(number, found)
         return None
 
     @staticmethod
@@ -292,29 +306,27 @@ class Pair:
             size, name = apart(ours.parameters, alone.parameters)
             if size > tolerance:
                 return self._part(number, point, f"parameter `{name}`", size)
-            if number in self.unlike_at or not point.updates:
+            if number in self.unlike or not point.updates:
                 size, name = self._changed(number, point, rank, each)
                 if size > CHANGED:
                     what = f"what the update adds to `{name}`"
                     return self._part(number, point, what, size)
-            # one by one: units of buffers have nothing in common
             for name, numbers in alone.buffers.items():
-                size = apart({name: ours.buffers.get(name, [])}, {name: numbers})[0]
+                size = apart_each(ours.buffers, {name: numbers})[0]
                 if size > tolerance:
-                    sets = {name: ours.sets.get(name, [])}, {name: alone.sets[name]}
-                    if apart(*sets)[0] > LATER:
+                    if apart_each(ours.sets, {name: alone.sets[name]})[0] > LATER:
                         return self._part(number, point, f"buffer `{name}`", size)
                     self.reordered = name
-            for name in alone.state.keys() & ours.state.keys():
-                size = apart({name: ours.state[name]}, {name: alone.state[name]})[0]
-                if size > tolerance:
-                    return self._part(number, point, f"state `{name}`", size)
+            both = {n: alone.state[n] for n in alone.state if n in ours.state}
+            size, name = apart_each(ours.state, both)
+            if size > tolerance:
+                return self._part(number, point, f"state `{name}`", size)
         return None
 
     def _part(self, number: int, point: Point, what: str, size: float) -> Difference:
         """Return a difference; it is of the gradient if that was unlike at this point."""
-        if self.unlike and self.unlike.point == number:
-            return self.unlike
+        if number in self.unlike:
+            return self.unlike[number]
         return Difference(point.last, number, None, what, size)
 
     def _changed(self, number: int, point: Point, rank: Record, ours: Point):

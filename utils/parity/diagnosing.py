@@ -39,6 +39,10 @@ class Diagnosis(NamedTuple):
 
 _ITEMS = ("items", "same order", "global batch", "unequal batches")
 _AVERAGING = ("not averaged", "summed", "divided twice")
+BATCH_NORM = (
+    "BatchNorm normalizes by the statistics of each rank's own share: use GroupNorm, or "
+    "SyncBatchNorm on GPUs"
+)
 _SEED = "seed each rank differently once the weights are built, as in `wrap`"
 _SUM = "gradients are summed over the ranks, not averaged: divide by the world size"
 
@@ -244,8 +248,7 @@ TABLE = [
     ),
     Diagnosis(
         "batch statistics",
-        "BatchNorm normalizes by the statistics of each rank's own share: use "
-        "GroupNorm, or SyncBatchNorm on GPUs",
+        BATCH_NORM,
         held.statistics_of_a_share,
     ),
     Diagnosis(
@@ -358,18 +361,27 @@ def diagnose(case: Case) -> list[Finding]:
             continue
         if evidence := row.find(case):
             found[row.name] = Finding(row.name, row.sentence, evidence)
-    unexplained = case.live.differs and not explains(case, found)
+    unexplained = case.live.differs and not explains(case, found.values())
     if unexplained and (evidence := WEIGHTS.find(case)):
         found["weights"] = Finding("weights", WEIGHTS.sentence, evidence)
     return [*found.values()]
 
 
-def explains(case: Case, names: Iterable[str]) -> bool:
+def explains(case: Case, findings: Iterable[Finding]) -> bool:
     """Return whether one of the findings may be why N workers differ from one process.
 
-    Noise is the same in the runs that are compared, if it can be pinned.
+    Noise is the same in the runs that are compared, if it can be pinned. A first gradient
+    comes before any update, so nothing of the optimizer has a part in it. And where ranks
+    differ with BatchNorm frozen as well, it is not BatchNorm alone.
     """
     aside = {"shards nothing"} if case.loose else set(HARMLESS)
     if case.still.items_differ is not None:
         aside.discard("same order")
-    return bool(set(names) - aside)
+    at = case.live.differs
+    if at and at.point == 0 and at.update is not None:
+        aside |= {"schedule", "options", "state", "weights"}
+    by_norm = case.still is not case.live and case.still.differs
+    return any(
+        finding.name not in aside and not (by_norm and finding.sentence == BATCH_NORM)
+        for finding in findings
+    )

@@ -151,15 +151,20 @@ def _where(process, folder: str, rank: int) -> str:
     with contextlib.suppress(ProcessLookupError):
         os.kill(process.pid, signal.SIGUSR1)
     time.sleep(0.5)
-    stack = Path(f"{folder}/stacks{rank}").read_text()
+    stack = _read(f"{folder}/stacks{rank}")
     for name, line in re.findall(r'File "([^"]+)", line (\d+)', stack):
         if not _is_foreign(name):
             return f", in {Path(name).name}, line {line}"
     return ""
 
 
+def _read(file: str) -> str:
+    """Return what a rank wrote; nothing of one that ended before it began to."""
+    return Path(file).read_text(errors="replace") if Path(file).exists() else ""
+
+
 def _last_line(folder: str, rank: int) -> str:
-    lines = Path(f"{folder}/log{rank}").read_text(errors="replace").split("\n")
+    lines = _read(f"{folder}/log{rank}").split("\n")
     said = [line.strip() for line in lines if line.strip()]
     return f"; it printed last: {said[-1][:200]}" if said else ""
 

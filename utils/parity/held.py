@@ -159,7 +159,7 @@ def _buffers(case: Case, kind: str) -> str:
     changed = []
     for each in case.ranks:
         before = each.steps[number - 1].buffers if number else each.start_buffers
-        changed.append(before.get(name) != each.steps[number].buffers[name])
+        changed.append(before.get(name) != each.steps[number].buffers.get(name))
     if kind != ("all" if len(set(changed)) == 1 else "some"):
         return ""
     said = f"step {number}: `{name}` of rank {rank} of {case.n} is {size:.1e} from rank 0's"
@@ -242,8 +242,10 @@ def not_finite(case: Case) -> str:
 
 def _trains(case: Case) -> bool:
     return any(
-        apart(step.parameters, record.start)[0]
+        step.parameters[name] != numbers
         for record in [case.one, *case.ranks]
+        if record.steps
+        for name, numbers in (record.steps[0].parameters | record.start).items()
         for step in record.steps
     )
 

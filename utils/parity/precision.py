@@ -42,7 +42,9 @@ class Lifted(TorchDispatchMode):
         if isinstance(result, torch.Tensor) and result.dtype in LOWER:
             if result.numel() > 1 and name == "lift_fresh":
                 return result.to(torch.float64)
-            if result.numel() > 1 and result.requires_grad:
+            # of a result nobody knows here yet whether it needs a gradient
+            tensors = (each for each in args if isinstance(each, torch.Tensor))
+            if result.numel() > 1 and any(each.requires_grad for each in tensors):
                 self.left.add(str(result.dtype).removeprefix("torch."))
         return result
 

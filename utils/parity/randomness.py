@@ -24,7 +24,8 @@ MASK = 16  # numbers in a draw from which on equal ones are no accident
 
 def raw_bytes(tensor: torch.Tensor) -> bytes:
     """Return what a tensor holds, without NumPy."""
-    kept = tensor.detach().cpu().contiguous()
+    whole = tensor.detach().cpu()
+    kept = (whole.to_dense() if whole.layout != torch.strided else whole).contiguous()
     return ctypes.string_at(kept.data_ptr(), kept.numel() * kept.element_size())
 
 
@@ -217,7 +218,8 @@ class Draw(NamedTuple):
 class Draws(TorchDispatchMode):
     """Pin what a step draws, or, in a run for the noise, note it.
 
-    Pinned, dropout keeps everything (its mask gets its expected value). What has a row for
+    Pinned, dropout keeps everything: a mask of bernoulli numbers that is divided by their
+    probability at once gets its expected value. What has a row for
     each item of the batch, or of the micro-batch that is next, is drawn for each item: it
     depends on the item, the epoch, and how often that has been drawn for it. All else is
     the same on all ranks, and is `loose`: nobody knows what it belongs to.
@@ -237,6 +239,8 @@ class Draws(TorchDispatchMode):
             self.drawn_for.clear()
         self.epoch, self.step, self.items, self.calls = epoch, step, items, 0
         self.drew = self.loose = self.gathers = False
+        # a mask that was just drawn: with which probability, and if all was tied before
+        self.mask: tuple[torch.Tensor, Any, bool] | None = None
         self.noted: list[Draw] = []
         # items whose gradients have arrived, and those on their way
         self.done = self.in_flight = self.inside = 0
@@ -285,15 +289,24 @@ class Draws(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
             self.collectives += "reduce" in func.overloadpacket.__name__
             self.gathers |= "gather" in func.overloadpacket.__name__
+        name = func.overloadpacket.__name__
+        mask, self.mask = self.mask, None
+        if mask and name == "div_" and args[0] is mask[0] and args[1] == mask[1]:
+            mask[0].fill_(mask[1])  # it was dropout's, and is 1 when divided
+            self.loose = mask[2]
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
-        name = func.overloadpacket.__name__
         if name.startswith("_scaled_dot_product") or "philox" in name:
             # tagged for a dropout that it leaves to another operator here
             return func(*args, **kwargs)
         self.drew = True
         if self.pin:
-            return self._pinned(func, name, args, kwargs)
+            before = self.loose
+            drawn = self._pinned(func, name, args, kwargs)
+            if name == "bernoulli_":
+                p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+                self.mask = drawn, p, before
+            return drawn
         drawn = func(*args, **kwargs)
         self._note(name, args, drawn[-1] if isinstance(drawn, tuple) else drawn)
         return drawn
@@ -326,10 +339,6 @@ class Draws(TorchDispatchMode):
     def _pinned(self, func, name: str, args: tuple, kwargs: dict) -> Any:
         if name == "native_dropout":
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-        if name == "bernoulli_":
-            p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
-            if not isinstance(p, torch.Tensor):
-                return args[0].fill_(p)
         kwargs = {k: None if k == "generator" else v for k, v in kwargs.items()}
         with self.sources.seeded(self._seed_of_step()):
             drawn = func(*args, **kwargs)

@@ -24,6 +24,7 @@ from torch.optim.optimizer import (
 )
 
 CALLS = 16  # calls of `train_step` for an update, beyond which an epoch is cut
+BY_HAND = 64  # calls without an update, after which none is awaited
 STATES = 200  # tensors beside model and optimizer that are looked at
 
 
@@ -142,6 +143,7 @@ class Recorder:
         self.hooked: set[int] = set()
         self.updates: list[Update] = []
         self.optimizers: list = []
+        self.foreign: dict[str, torch.Tensor] = {}  # parameters outside of the model
         self.depth = self.bytes = self.optimizer_bytes = self.step = 0
         self.seen: set = set()  # rows of data, in this step
         self.evaluating: tuple[str, ...] = ()
@@ -254,12 +256,22 @@ class Recorder:
 
     def _before_update(self, optimizer, args, kwargs) -> None:
         if not any(optimizer is each for each in self.optimizers):
-            self.optimizers.append(optimizer)
+            self._meet(optimizer)
         self.depth += 1
         if self.depth == 1:  # one that another one calls is recorded with it
             self.collectives = self.draws.collectives
             # behind hooks of the program's own, which may average in there
             self.last = optimizer.register_step_pre_hook(self._record_update)
+
+    def _meet(self, optimizer) -> None:
+        """Take in an optimizer, and parameters of it that are not the model's."""
+        self.optimizers.append(optimizer)
+        number = len(self.optimizers)
+        of_all = [p for group in optimizer.param_groups for p in group["params"]]
+        for k, parameter in enumerate(of_all):
+            if id(parameter) not in self.names:
+                name = f"parameter {k} of optimizer {number}, not of the model"
+                self.names[id(parameter)], self.foreign[name] = name, parameter
 
     def _record_update(self, optimizer, args, kwargs) -> None:
         self.collectives = self.draws.collectives
@@ -294,7 +306,7 @@ class Recorder:
                 replaced=any(
                     p.grad is not self.backward.get(id(p), p.grad) for p in trained
                 ),
-                foreign=sum(id(p) not in self.names for p in parameters),
+                foreign=sum(self.name(p) in self.foreign for p in parameters),
                 of_torch=type(optimizer).__module__.startswith("torch."),
                 lost=len(lost),
                 kept=len(kept),
@@ -456,9 +468,10 @@ def _held(model: nn.Module, beside: Any) -> dict[str, Any]:
     }
 
 
-def _note(step: Step, model: nn.Module, beside: Any) -> None:
+def _note(step: Step, model: nn.Module, beside: Any, recorder: Recorder) -> None:
     """Write down what is held after a step."""
-    step.parameters = {name: sketch(p) for name, p in named(model)}
+    trained = dict(named(model)) | recorder.foreign
+    step.parameters = {name: sketch(p) for name, p in trained.items()}
     for name, buffer in _buffers(model).items():
         step.buffers[name], step.sets[name] = sketch(buffer), sketch_as_set(buffer)
     state = _state_of(beside, model)
@@ -639,7 +652,8 @@ class Trainer:
             batch = batches.next()
             made = len(self.recorder.updates) - updates
             enough = made >= run.limit or number >= CALLS * run.limit
-            enough |= not made and number >= run.limit
+            # without any, weights may be changed by hand: each step is one
+            enough |= not self.recorder.updates and number >= max(run.limit, BY_HAND)
             here = torch.tensor([float(batch is not None), float(enough)])
             least, most = here.clone(), here.clone()
             dist.all_reduce(least, dist.ReduceOp.MIN, self.control)
@@ -701,7 +715,7 @@ class Trainer:
         step.rows, step.forwarded = len(rows), len(seen) if seen <= rows else 0
         step.draws, step.evaluating = draws.noted, self.recorder.evaluating
         step.gathers = draws.gathers
-        _note(step, self.model, self.optimizer)
+        _note(step, self.model, self.optimizer, self.recorder)
         record.steps.append(step)
 
     def _call(self, step: Step, batch: Any, epoch: int, number: int) -> Any:
@@ -736,7 +750,7 @@ class Trainer:
 
     def _finish(self) -> None:
         record, recorder = self.record, self.recorder
-        if self.world_size == 1 and not record.steps:
+        if self.world_size == 1 and not record.steps and not self.run.resume:
             raise BadInput(
                 "make_loader(0, 1, 0) gives no batch: let one process have them all."
             )
@@ -791,7 +805,7 @@ def watch(model: nn.Module, *beside: Any) -> Iterator[Record]:
     def on_update() -> None:
         items = tuple(sorted(recorder.seen))
         step = Step(0, items, items, evaluating=recorder.evaluating)
-        _note(step, model, beside)
+        _note(step, model, beside, recorder)
         found.steps.append(step)
         found.drew |= draws.drew
         found.loose |= draws.loose

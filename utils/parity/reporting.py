@@ -118,9 +118,9 @@ def _equal_lines(case: Case) -> list[str]:
         first = f"gradients are at most {max(gradients, default=0):.0e} apart"
         apart_by = f"{first}, weights {max(weights, default=0):.0e}"
     lines = [f"{case.n} workers train like one process: {what}, {apart_by}."]
-    if pair.unlike:
+    for at in [*pair.unlike.values()][:1]:
         lines.append(
-            f"  Gradients differ at {pair.unlike}, and what the optimizer makes of "
+            f"  Gradients differ at {at}, and what the optimizer makes of "
             "them does not: it averages or scales them itself."
         )
     if pair.reordered:
@@ -176,9 +176,14 @@ def judge_case(case: Case) -> tuple[str, list[str], list[Finding]]:
         evidence = f"the first gradients are {first32:.0e} apart in float32"
         what = "a branch that depends on the type, or numbers that float32 cannot hold"
         return DIFFERS, [f"{line}."], [*found, Finding("unknown", what, evidence)]
+    if not case.live.points:
+        return UNJUDGED, [f"{workers} cannot be judged: no step was recorded."], found
+    if not at and case.live.tolerance(len(case.live.points) - 1) > LOW:
+        line = f"{workers} cannot be judged: float32 alone moves one process as far"
+        return UNJUDGED, [f"{line} as a mistake would."], found
     if not at:
         return EQUAL, _equal_lines(case), found
-    if not explains(case, (finding.name for finding in found)):
+    if not explains(case, found):
         if doubt := _doubt(case):
             line = f"{workers} cannot be judged: they part at {at}, and {doubt}."
             return UNJUDGED, [line], found

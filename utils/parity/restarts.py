@@ -10,7 +10,7 @@ from .comparing import LATER, points_of
 from .diagnosing import Finding
 from .groups import Failure, Job, Runs, train_group
 from .recording import Record
-from .sketches import Sketches, apart, numbers
+from .sketches import Sketches, apart, apart_each, numbers
 from .training import BadInput
 
 
@@ -22,22 +22,22 @@ class _Pair(NamedTuple):
     done: int
 
 
-def _differ(what: str, ours: Sketches, theirs: Sketches) -> str:
-    size, name = apart(ours, theirs)
+def _differ(what: str, ours: Sketches, theirs: Sketches, by=apart) -> str:
+    size, name = by(ours, theirs)
     return f"`{name}` of {what} is {size:.1e} from where it was" if size > LATER else ""
 
 
 def weights(pair: _Pair) -> str:
     """Find weights that are not those of the stop."""
-    return _differ(
-        "the model", pair.again.start, pair.whole.steps[pair.done - 1].parameters
-    )
+    there = pair.whole.steps[pair.done - 1].parameters
+    theirs = {name: there[name] for name in pair.again.start}
+    return _differ("the model", pair.again.start, theirs)
 
 
 def buffers(pair: _Pair) -> str:
     """Find buffers that are not those of the stop."""
     theirs = pair.whole.steps[pair.done - 1].buffers
-    return _differ("the model", pair.again.start_buffers, theirs)
+    return _differ("the model", pair.again.start_buffers, theirs, apart_each)
 
 
 def beside(pair: _Pair) -> str:
@@ -45,7 +45,7 @@ def beside(pair: _Pair) -> str:
     theirs = pair.whole.steps[pair.done - 1].state
     ours = {name: n for name, n in pair.again.start_state.items() if name in theirs}
     kept = {name: numbers for name, numbers in theirs.items() if name in ours}
-    return _differ("what is held beside the model", ours, kept)
+    return _differ("what is held beside the model", ours, kept, apart_each)
 
 
 def place(pair: _Pair) -> str:
@@ -174,6 +174,13 @@ def restart(
         done = train_group(Job(job.payloads, job.run, at), size, timeout)
         lines.append(f"Stopped {size} workers after step {stop}.")
         for n in dict.fromkeys([size, *sizes]):
+            if [
+                point.last + 1 for point in points_of(groups[n][0][0]["float64"])
+            ] != ends:
+                lines.append(
+                    f"  Not tried with {n}, as an update takes other steps there."
+                )
+                continue
             if isinstance(done, Failure):
                 findings.append(Finding("fails", "`save` fails", done.sentence))
                 break

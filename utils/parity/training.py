@@ -151,6 +151,8 @@ def _from_module(module: Any, path: str) -> Training:
             f"PARITY in {path} has {', '.join(unknown)}: it may have {', '.join(SAID)}."
         )
     if "expected" in said:
+        if isinstance(said["expected"], str):
+            said["expected"] = [said["expected"]]
         said["expected"] = frozenset(said["expected"])
     return Training(**found, **said)
 
