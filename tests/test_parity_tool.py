@@ -2,6 +2,7 @@
 
 import ast
 import os
+import pickle
 import re
 import shutil
 import subprocess
@@ -9,18 +10,26 @@ import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
 
 from tests import odd_programs
 from tests.programs import Classifier, Program, training
 from tests.tools.notebooks import ROOT
 from tests.waiting import TIMEOUT_S
 from utils import launch, parity
+from utils.parity import groups
+from utils.parity.comparing import Case
 from utils.parity.diagnosing import TABLE
+from utils.parity.recording import Run
+from utils.parity.reporting import judge_case
 from utils.parity.sketches import sketch
+from utils.parity.training import payload
 
 assert launch  # its server of processes has torch in memory already
 BOTH = ("classifier", "language model")
@@ -302,6 +311,114 @@ def test_records_of_lower_precision_are_lifted():
     assert parity.judge(alone, together).equal == {2: False}
 
 
+class OnTheCpu(TorchFunctionMode):
+    """Put what is asked for on a GPU on the CPU, and note which GPUs were asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = set()
+
+    def here(self, device):
+        is_gpu = isinstance(device, (str, torch.device)) and "cuda" in str(device)
+        self.asked |= {str(device)} if is_gpu else set()
+        return "cpu" if is_gpu else device
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = {name: self.here(value) for name, value in (kwargs or {}).items()}
+        return func(*map(self.here, args), **kwargs)
+
+
+def rank_of_gpus(path, folder):
+    """Be a rank of `--device cuda` on a faked GPU: what it says last, and asked for."""
+    messages, asked, group = [], [], dist.init_process_group
+    pipe = SimpleNamespace(send_bytes=messages.append, recv_bytes=lambda: None)
+
+    def init_process_group(backend, **options):
+        asked.append(backend)
+        group("gloo", **options)
+
+    job = groups.Job([payload(path)], Run(device="cuda"))
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    with (
+        mock.patch.object(dist, "init_process_group", init_process_group),
+        mock.patch.object(torch.cuda, "set_device", asked.append),
+        OnTheCpu() as devices,
+    ):
+        groups._be_rank(rank, size, folder, job, 60, pipe)
+    return *pickle.loads(messages[-1]), asked, devices.asked
+
+
+@pytest.mark.slow
+def test_a_rank_of_gpus_takes_its_own_gpu_and_nccl(tmp_path):
+    runs = {}
+    for size in (1, 2):
+        (tmp_path / str(size)).mkdir()
+        given = ROOT / "docs" / "my_training.py", tmp_path / str(size)
+        for rank, said in enumerate(launch.run_ranks(rank_of_gpus, size, *given)):
+            kind, found, asked, devices = said
+            assert kind == "done", found
+            assert asked == [rank, "nccl"] and f"cuda:{rank}" in devices
+            assert f"cuda:{1 - rank}" not in devices
+            runs[size] = [*runs.get(size, []), found[0]]
+    case = Case(runs[1][0], runs[2])
+    assert judge_case(case)[0] == "equal", judge_case(case)
+
+
+DEEPSPEED = (ROOT / "docs" / "frameworks" / "with_deepspeed.py").read_text()
+BF16 = ("config = {", 'config = {"bf16": {"enabled": True},')
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "changes"),
+    [
+        (3, ()),
+        *(
+            pytest.param(stage, changes, marks=pytest.mark.weekly)
+            for stage in range(4)
+            for changes in (
+                (),
+                (BF16, ("engine(batch[0])", "engine(batch[0].bfloat16())")),
+            )
+            if (stage, changes) != (3, ())
+        ),
+    ],
+)
+def test_deepspeeds_engine_is_judged_at_every_stage(tmp_path, capsys, stage, changes):
+    program, text = tmp_path / "with_deepspeed.py", DEEPSPEED
+    for old, new in (("STAGE = 3", f"STAGE = {stage}"), *changes):
+        assert old in text
+        text = text.replace(old, new)
+    program.write_text(text)
+    status = parity.main([str(program), "--world-sizes", "2"])
+    out = capsys.readouterr().out
+    assert status == 0 and "2 epochs in float64" in out, out
+    before, after = map(
+        int, re.findall(r"([\d,]+) (?:in one|on 2)", out.replace(",", ""))
+    )
+    assert after == before if stage == 0 else after < 0.7 * before, out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("old", "new", "names"),
+    [
+        ("4 // torch.distributed.get_world_size()", "2", ["global batch"]),
+        # DeepSpeed divides by their number already
+        (
+            "backward(loss)",
+            "backward(loss / engine.gradient_accumulation_steps())",
+            ["unknown"],
+        ),
+    ],
+)
+def test_a_mistake_beside_deepspeeds_engine_is_seen(tmp_path, old, new, names):
+    assert old in DEEPSPEED
+    (tmp_path / "with_deepspeed.py").write_text(DEEPSPEED.replace(old, new))
+    report = parity.check(tmp_path / "with_deepspeed.py", world_sizes=(2,))
+    assert report.equal == {2: False} and report.names == names, str(report)
+
+
 @pytest.mark.slow
 def test_fsdp2_that_shards_over_one_rank_is_seen():
     """It claims to shard by what it is, and each rank keeps all, and steps alone."""
@@ -432,6 +549,10 @@ BAD = {
         "takes other arguments: make it `def train_step(model, optimizer, batch)`.",
     ),
     "torch.nn.Linear(3, 1)": ("3", "returned a int: let it return a module."),
+    "return torch.nn.Linear(3, 1": (
+        "return torch.nn.Linear(3, 1, dtype=torch.cfloat",
+        "`weight` is complex, which the tool does not compare",
+    ),
     "import os": ("import no_such_thing", "cannot be imported: ModuleNotFoundError"),
     "import time": ("raise SystemExit(2)", "cannot be imported: SystemExit: 2. What a"),
     "((model(batch[0])": (

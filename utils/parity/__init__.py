@@ -36,11 +36,11 @@ float64 throughout, also what asks for bfloat16). Noise is judged in a run of it
 Status of the command: 0 if N workers equal one, 1 if not, or if there is a mistake all the
 same, 2 if the file cannot be used, 3 if it cannot be judged.
 
-The package needs torch alone. Modules, from the bottom up: `sketches` (numbers that stand
-for a tensor), `training`, `randomness`, `precision`, `batches`, `recording` (one rank, one
-run), `ranks`, `groups` (one process and N), `comparing`; the mistakes, of `items`,
-`averaging`, `content`, `noise` and of what is `held`; their table, `diagnosing`;
-`reporting`, `restarts`, `checking`, `command`.
+The package needs torch alone. Modules, from the bottom up: `zero` (DeepSpeed's engine),
+`sketches` (numbers that stand for a tensor), `training`, `randomness`, `precision`,
+`batches`, `recording` (one rank, one run), `ranks`, `groups` (one process and N),
+`comparing`; the mistakes, of `items`, `averaging`, `content`, `noise` and of what is
+`held`; their table, `diagnosing`; `reporting`, `restarts`, `checking`, `command`.
 """
 
 from importlib import import_module

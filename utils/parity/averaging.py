@@ -62,7 +62,8 @@ def level_of(updates: list[Update]) -> str:
 def _labels_beside(case: Case, u: int) -> dict[str, str]:
     """Do as `_labels`, where ranks' own gradients never exist, as with FSDP2."""
     alone = case.beside(u)
-    if not alone:
+    # of other micro-batches, one too many divisions by their number looks the same
+    if not alone or alone.backwards != case.updates[u][0].backwards:
         return {}
     (factor,), left = made_of(case.updates[u][0].gradients, [alone.gradients])
     for label, expected in (("sum", case.n), ("divided twice", 1 / case.n)):

@@ -69,18 +69,26 @@ class Distances(NamedTuple):
 
 
 def distances(alone: Record, together: Records) -> Distances:
-    """Return how far ranks are from one process; the farthest of them counts."""
-    first, last = alone.updates[0], alone.steps[-1]
+    """Return how far ranks are from one process; the farthest of them counts.
+
+    What a training does not have is nan: losses that it does not return, an update.
+    """
     if any(len(rank.steps) != len(alone.steps) for rank in together):
         return Distances(math.inf, math.inf, math.inf)
-    losses = [[step.loss for step in rank.steps] for rank in together]
-    mean = torch.tensor(losses, dtype=torch.float64).mean(0)
-    theirs = torch.tensor([step.loss for step in alone.steps], dtype=torch.float64)
+    mean = torch.stack([_losses(rank) for rank in together]).mean(0)
+    theirs = _losses(alone)
+    pairs = [pair for rank in together for pair in zip(rank.updates[:1], alone.updates)]
+    last = alone.steps[-1].parameters
     return Distances(
         ((mean - theirs).norm() / theirs.norm()).item(),
-        max(relative(r.updates[0].gradients, first.gradients) for r in together),
-        max(relative(r.steps[-1].parameters, last.parameters) for r in together),
+        max((relative(a.gradients, b.gradients) for a, b in pairs), default=math.nan),
+        max(relative(rank.steps[-1].parameters, last) for rank in together),
     )
+
+
+def _losses(record: Record) -> torch.Tensor:
+    losses = [math.nan if step.loss is None else step.loss for step in record.steps]
+    return torch.tensor(losses, dtype=torch.float64)
 
 
 def flat(order: Iterable[tuple]) -> Counter:
@@ -240,6 +248,18 @@ class Pair:
         ):
             at, what = len(self.one.steps), "the number of steps"
             return Difference(at, len(self.points), None, what, math.inf)
+        return self._end()
+
+    def _end(self) -> Difference | None:
+        """Compare the weights in the end: something may change them after an update."""
+        for rank in self.ranks:
+            if rank.steps and self.one.steps:
+                ours, theirs = rank.steps[-1].parameters, self.one.steps[-1].parameters
+                size, name = apart(ours, theirs)
+                number = len(self.points) - 1
+                if size > max(self.tolerance(number), LATER):
+                    at = len(self.one.steps) - 1
+                    return Difference(at, number, None, f"parameter `{name}`", size)
         return None
 
     def tolerance(self, number: int) -> float:

@@ -50,11 +50,11 @@ class Lifted(TorchDispatchMode):
 
     @staticmethod
     def _is_scalar(name: str, args: tuple) -> bool:
-        """Return whether what is cast or made has one number and needs no gradient."""
+        """Return whether what is cast or made has no dimension, and needs no gradient."""
         first = args[0] if args else None
         if isinstance(first, torch.Tensor):
-            return first.numel() == 1 and not first.requires_grad
-        return isinstance(first, (list, tuple)) and all(size == 1 for size in first)
+            return first.ndim == 0 and not first.requires_grad
+        return isinstance(first, (list, tuple)) and not first
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from . import zero
 from .batches import Batches, cast, row_digests, tensors_of
 from .precision import Lifted, without_policies
 from .randomness import Draw, Draws, Sources, digest
@@ -138,6 +139,7 @@ class Recorder:
     def __init__(self, draws: Draws, on_update: Callable[[], None] = lambda: None):
         self.draws, self.on_update = draws, on_update
         self.model = nn.Module()
+        self.engine: Any = None  # DeepSpeed's, whose optimizers are its own affair
         self.incoming: dict[str, torch.Tensor] = {}
         self.names: dict[int, str] = {}
         self.hooked: set[int] = set()
@@ -172,6 +174,11 @@ class Recorder:
 
     def watch(self, model: nn.Module) -> None:
         """Hook parameters that are new, or trained only now; called before every step."""
+        if zero.is_engine(model) and self.engine is not model:
+            self.engine = model
+            # some build their optimizer's state by a step without gradients
+            self.updates, self.optimizers, self.foreign = [], [], {}
+            zero.on_update(model, self._before_engine, self._after_engine)
         self.model = model
         for name, parameter in named(self.model):
             self.names[id(parameter)] = name
@@ -197,13 +204,16 @@ class Recorder:
     # The names are those of now: a wrap may have given others.
     def _arriving(self, number: int, gradient: torch.Tensor) -> None:
         self._count_backward()
-        self.incoming[self.names[number]] = gradient.detach()
+        if not self.engine:  # which takes gradients away as they arrive
+            self.incoming[self.names[number]] = gradient.detach()
 
     def _count_backward(self) -> None:
         self.backwards += not self.arriving
         self.arriving = self.draws.returned = True
 
     def _accumulated(self, number: int, parameter: nn.Parameter) -> None:
+        if self.engine:
+            return
         assert parameter.grad is not None
         name = self.names[number]
         before, now = self.own.get(name), sketch(parameter.grad)
@@ -254,7 +264,31 @@ class Recorder:
         """Return whether `step` computes the gradients itself; it is in `args`, too."""
         return any(map(callable, args[1:])) or callable(kwargs.get("closure"))
 
+    def _before_engine(self) -> None:
+        self.depth += 1  # the optimizers within are recorded with it
+        trained = [p for _, p in named(self.model) if p.requires_grad]
+        found = {self.name(p): zero.gradient(p) for p in trained}
+        inner = getattr(self.engine.optimizer, "optimizer", self.engine.optimizer)
+        self.updates.append(
+            Update(
+                step=self.step,
+                options=[*map(_numbers, inner.param_groups)],
+                gradients={n: sketch(g) for n, g in found.items() if g is not None},
+                own={},
+                backwards=self.backwards,
+                of_torch=type(inner).__module__.startswith("torch."),
+            )
+        )
+
+    def _after_engine(self) -> None:
+        self.depth -= 1
+        self._forget()
+        self._count_bytes()
+        self.on_update()
+
     def _before_update(self, optimizer, args, kwargs) -> None:
+        if self.engine:
+            return
         if not any(optimizer is each for each in self.optimizers):
             self._meet(optimizer)
         self.depth += 1
@@ -315,6 +349,8 @@ class Recorder:
         self._count_bytes()
 
     def _after_update(self, optimizer, args, kwargs) -> None:
+        if self.engine:
+            return
         self.depth -= 1
         if self.depth == 0:
             self.last.remove()
@@ -328,6 +364,10 @@ class Recorder:
 
     def _count_bytes(self) -> None:
         """Note the most bytes on this rank: parameters, gradients, state of optimizers."""
+        if self.engine:  # whose gradients are in buffers of its own
+            of_engine = _size({id(t): t for t in zero.state(self.engine)})
+            self.bytes = max(self.bytes, of_engine)
+            return
         of_model: dict[int, torch.Tensor] = {}
         of_optimizers: dict[int, torch.Tensor] = {}
         for _, parameter in named(self.model):
@@ -416,7 +456,7 @@ def _state_of(root: Any, model: nn.Module) -> dict[str, torch.Tensor]:
             waiting += [(f"{name}.{k}", v, depth + 1) for k, v in each.items()]
         elif isinstance(each, (list, tuple)):
             waiting += [(f"{name}[{k}]", v, depth + 1) for k, v in enumerate(each)]
-        elif not type(each).__module__.startswith("torch"):
+        elif not type(each).__module__.startswith(("torch", "deepspeed")):
             held = getattr(each, "__dict__", {}).items()
             waiting += [(f"{name}.{k}", v, depth + 1) for k, v in held]
     return {name.lstrip("."): tensor for name, tensor in found.items()}
@@ -563,6 +603,7 @@ class Trainer:
             contextlib.ExitStack() as stack,
         ):
             stack.callback(self.sources.end)
+            stack.enter_context(zero.in_float64(self.lifted.active))
             self._build()
             if self.lifted.active:  # before FSDP2 looks at them, in its first forward
                 stack.enter_context(without_policies())
@@ -578,6 +619,12 @@ class Trainer:
         training, run = self.training, self.run
         self.sources.add(getattr(training, name) for name in FUNCTIONS)
         model = _is_module(training.build_model(), "build_model()")
+        for name, tensor in itertools.chain(named(model), model.named_buffers()):
+            if tensor.is_complex():
+                raise BadInput(
+                    f"`{name}` is complex, which the tool does not compare: keep it as "
+                    "real numbers, `torch.view_as_real`, and view it in `forward`."
+                )
         model = model.to(run.device, run.dtype)
         if run.freeze:
             _freeze(model)
@@ -586,7 +633,9 @@ class Trainer:
         self.recorder.watch(model)  # before a strategy adds hooks of its own
         self.say("in wrap")
         torch.set_default_dtype(run.dtype)  # also of what wrap adds to the model
-        wrapped = (training.wrap or DistributedDataParallel)(model)
+        # DeepSpeed's engine casts what it is given; other wraps keep to the default type
+        with self.lifted if zero.is_loaded() else contextlib.nullcontext():
+            wrapped = (training.wrap or DistributedDataParallel)(model)
         self.model = _is_module(wrapped, "wrap(model)")
         at_wrap = {name: p.requires_grad for name, p in named(self.model)}
         self.say("in build_optimizer")
@@ -757,11 +806,11 @@ class Trainer:
         record.updates = recorder.updates
         record.state_bytes = record.shared_bytes = recorder.bytes
         record.sharded |= any(isinstance(p, DTensor) for _, p in named(self.model))
-        zero = any(
+        shared = any(
             type(each).__name__ == "ZeroRedundancyOptimizer"
             for each in recorder.optimizers
         )
-        if zero and not record.sharded:  # it shares its own state, and no parameter
+        if shared and not record.sharded:  # it shares its own state, and no parameter
             record.sharded, record.shared_bytes = True, recorder.optimizer_bytes
 
 
@@ -819,6 +868,7 @@ def watch(model: nn.Module, *beside: Any) -> Iterator[Record]:
         contextlib.closing(recorder),
         _watched_clipping(recorder),
         draws,
+        zero.in_float64(dtype == torch.float64),
         Lifted(dtype == torch.float64) as lifted,
     ):
         yield found

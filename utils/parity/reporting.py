@@ -136,9 +136,8 @@ def _equal_lines(case: Case) -> list[str]:
     elif "float32" in case.alone:
         first32, last32 = _float32(case)
         first = "" if pair.unlike else f"the first gradients are {first32:.0e} apart, "
-        lines.append(
-            f"  In float32, {first}the last weights {last32:.0e}: only rounding."
-        )
+        why = "only rounding" if last32 < LOW else "rounding, which training magnifies"
+        lines.append(f"  In float32, {first}the last weights {last32:.0e}: {why}.")
     return lines
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 
 import torch
+from . import zero
 from torch.distributed.tensor import DTensor
 
 WIDTH = 64  # numbers that stand for a tensor
@@ -36,6 +37,7 @@ def sketch(tensor: torch.Tensor) -> list[float]:
     Source: https://doi.org/10.1016/S0304-3975(03)00400-6
     """
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    whole = zero.weight(whole) if hasattr(whole, "ds_id") else whole  # of stage 3
     whole = whole.to_dense() if whole.is_sparse else whole
     flat = whole.detach().to("cpu", torch.float64).flatten()
     if len(flat) <= WIDTH:
