@@ -44,6 +44,7 @@ def read_images(system, files, on_corrupt):
         shuffle="files",  # another order of files in every epoch
         include_paths=True,
         partitioning=None,  # a folder label=3 does not take the place of the column
+        file_extensions=None,  # else a folder whose name has a ? has no rows
         # A block per file, so that one task reads and decodes it; by default this reader
         # (not Ray's newest: 02/03 measures both) would cut a few files into 200 blocks.
         # At most 1000: each block costs an epoch 2.5 ms at its start.

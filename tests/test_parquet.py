@@ -25,6 +25,17 @@ def test_folders_and_files_of_parquet_are_found(shards):
     assert parquet.find_parquet(str(shards[3]))[1] == [str(shards[3])]
 
 
+def test_what_is_kept_beside_a_file_is_not_trained_on(shards, tmp_path):
+    """An editor's copy would train its rows twice; a Mac's second file is no Parquet."""
+    for name in ("a.PARQUET", ".ipynb_checkpoints/a-checkpoint.parquet"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(shards[0], tmp_path / name)
+    for name in ("_SUCCESS", "._a.parquet", ".a.parquet.crc"):
+        (tmp_path / name).write_bytes(b"x")
+    rows = parquet.count_rows(*parquet.find_parquet(str(tmp_path)))
+    assert rows == {str(tmp_path / "a.PARQUET"): 48}
+
+
 def test_paths_that_do_not_exist_or_hold_nothing_are_named(tmp_path):
     with pytest.raises(BadInput, match=r"nowhere cannot be read .*correct --data-path"):
         parquet.find_parquet(str(tmp_path / "nowhere"))
@@ -41,6 +52,13 @@ def test_missing_columns_are_named(tmp_path):
 
 
 PNG = [b"not opened here"] * 2
+
+
+def test_a_column_that_is_there_twice_is_named(tmp_path):
+    names = ["image", "label", "label"]
+    pq.write_table(pa.table([PNG, [0, 1], [0, 1]], names), tmp_path / "a.parquet")
+    with pytest.raises(BadInput, match="has a column label twice"):
+        parquet.count_rows(*parquet.find_parquet(str(tmp_path)))
 
 
 @pytest.mark.parametrize(

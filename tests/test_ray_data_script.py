@@ -223,10 +223,11 @@ def test_a_batch_of_corrupt_images_does_not_hide_the_loss():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("own_ray")
-def test_the_name_of_a_folder_does_not_take_the_place_of_a_label(whole_files, tmp_path):
-    """A table partitioned as Hive does has such folders; Ray would read a 7 from this."""
-    (tmp_path / "label=7").mkdir()
-    first = shutil.copy(whole_files / "shard-00001.parquet", tmp_path / "label=7")
+@pytest.mark.parametrize("name", ["label=7", "a #1 q?2", "%20 é*[1];b"])
+def test_the_name_of_a_folder_changes_no_row(whole_files, tmp_path, name):
+    """A table partitioned as Hive does has a label=7, which Ray would read as a label."""
+    (tmp_path / name).mkdir()
+    first = shutil.copy(whole_files / "shard-00001.parquet", tmp_path / name)
     rows = script.read_images(*script.parquet.find_parquet(str(tmp_path)), "fail")
     labels = pq.ParquetFile(first).read(["label"])["label"].to_pylist()
     assert sorted(row["label"] for row in rows.take_all()) == sorted(labels)

@@ -85,7 +85,8 @@ def find_for_workers(path: str, args) -> tuple[fs.FileSystem, list[str]]:
 def find_parquet(path: str) -> tuple[fs.FileSystem, list[str]]:
     """Return the Parquet files at `path`: a file or a folder, local, s3:// or gs://.
 
-    Returns the file system and the files' paths in it, sorted by name.
+    Returns the file system and the files' paths in it, sorted by name. Below a folder, what
+    begins with a dot or an underscore is left out.
 
     Raises:
         BadInput: it does not exist, cannot be read, or holds no Parquet file.
@@ -104,10 +105,22 @@ def find_parquet(path: str) -> tuple[fs.FileSystem, list[str]]:
             f"The data at {path} cannot be read ({str(error).splitlines()[0]}): correct "
             "--data-path, or your access to it."
         ) from error
-    files = sorted(i.path for i in infos if i.is_file and i.extension == "parquet")
+    files = sorted(
+        info.path
+        for info in infos
+        if info.is_file
+        and info.extension.lower() == "parquet"
+        # as Spark and Arrow skip them: what an editor or a Mac keeps beside a file
+        and not any(part[0] in "._" for part in _below(info.path, root))
+    )
     if not files:
         raise BadInput(f"There is no .parquet file in {path}: correct --data-path.")
     return system, files
+
+
+def _below(path: str, root: str) -> list[str]:
+    """Return the names on the way from a folder to a file in it; none of a file."""
+    return [part for part in path[len(root) :].split("/") if part]
 
 
 def count_rows(
@@ -136,7 +149,7 @@ def count_rows(
                 names = schema.names
                 columns = COLUMNS if whole or skip_corrupt else ["label"]
                 for group in range(parquet.num_row_groups):
-                    if {*COLUMNS} <= {*names}:
+                    if all(names.count(column) == 1 for column in COLUMNS):
                         table = parquet.read_row_group(group, columns)
                         labels.append(table["label"])
                 num_rows = parquet.metadata.num_rows
@@ -156,6 +169,10 @@ def count_rows(
             raise BadInput(
                 f"{file} has no column {', '.join(missing)} (it has {', '.join(names)}): "
                 "rename its columns, or correct --data-path."
+            )
+        if twice := [column for column in COLUMNS if names.count(column) > 1]:
+            raise BadInput(
+                f"{file} has a column {twice[0]} twice: leave one of them out."
             )
         _check_types(file, schema, labels)
         return num_rows
