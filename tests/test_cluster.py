@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -12,12 +13,14 @@ from utils.cluster import API_SERVER
 
 import pytest
 import ray
+from ray import cluster_utils
 
 from tests import scripts
 from tests.network import nobody_listens
 from tests.waiting import TIMEOUT_S
-from utils import cluster
-from utils.processes import RAY_AT_IMPORT
+from utils import cluster, nodes, preflight
+from utils.errors import BadInput
+from utils.processes import RAY_AT_IMPORT, cpus
 
 pytestmark = pytest.mark.ray
 
@@ -79,7 +82,7 @@ def test_nothing_watches_for_a_cloud_that_takes_this_machine_away(started):
 
 
 def test_cpus_for_all_workers_and_two_more(started):
-    assert started[1]["cpus"] == max(os.cpu_count(), 3 + 2)
+    assert started[1]["cpus"] == max(cpus(), 3 + 2)
 
 
 def test_utils_reach_a_worker_in_another_folder(started):
@@ -162,8 +165,41 @@ def test_a_ray_of_its_own_where_there_is_a_cluster():
     assert done.returncode == 0, done.stderr
     refused, _, there, checked = done.stdout.splitlines()
     assert "When connecting to an existing cluster, resources must not" in refused
-    assert there == f"1.0 {float(max(os.cpu_count(), 4))}"
+    assert there == f"1.0 {float(max(cpus(), 4))}"
     assert "has room for 0" in checked
+
+
+def test_a_job_of_a_batch_system_or_a_container_starts_ray(tmp_path):
+    """A long temporary folder, no home, and few files until one asks for more."""
+    (folder := tmp_path / ("job" * 30)).mkdir()
+    (tmp_path / "file").touch()
+    few = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 4096))"
+    variables = {"TMPDIR": str(folder), "HOME": str(tmp_path / "file" / "home")}
+    done = run(
+        f"{few}\n{PROGRAM}", RAY_ADDRESS="local", RAY_TMPDIR=str(folder), **variables
+    )
+    assert done.returncode == 0, done.stderr
+    assert any(folder.glob("**/session_*"))  # written where the job has its room
+
+
+def test_pretended_gpus_are_no_real_ones(monkeypatch):
+    """Of a list with one of them, as Slurm sets it, Ray would give a node no two."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(
+        cluster_utils.Cluster, "add_node", lambda self, **_: dict(os.environ)
+    )
+    joining = SimpleNamespace(head_node=None)
+    pretended = nodes.Cluster.add_node(joining, num_gpus=2)
+    assert "CUDA_VISIBLE_DEVICES" not in pretended
+    assert nodes.Cluster.add_node(joining)["CUDA_VISIBLE_DEVICES"] == "0"
+
+
+def test_too_few_open_files_are_said(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (64, 256))
+    with pytest.raises(
+        BadInput, match="Ray opens more than the 256 files that a process"
+    ):
+        preflight.check_open_files()
 
 
 JOINS = """

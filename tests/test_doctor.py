@@ -2,6 +2,7 @@
 
 import functools
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -97,6 +98,20 @@ def little_disk(patch, _):
     patch.setattr(doctor.shutil, "disk_usage", lambda folder: little)
 
 
+def no_home(patch, folder):
+    (folder / "file").touch()
+    patch.setenv("HOME", str(folder / "file" / "home"))
+
+
+def few_files(patch, _):
+    patch.setattr(resource, "getrlimit", lambda which: (64, 256))
+
+
+def one_gpu(patch, folder):
+    gpu_without_kernels(patch, folder)
+    patch.setattr(torch, "ones", lambda *_, device: torch.zeros(1))
+
+
 def results_below_a_file(patch, folder):
     (folder / "file").touch()
     patch.setenv("WORKSHOP_STORAGE", str(folder / "file" / "folder"))
@@ -160,6 +175,9 @@ def no_network(patch, _):
         (wrong_mode, "run_mode", "FAIL", "fast", "auto, smoke and full"),
         (little_memory, "memory", "FAIL", "1.5 GB free", "close other programs"),
         (small_seat, "memory", "FAIL", "2.0 GB in all", "ask for a larger seat"),
+        (no_home, "user", "warn", "where you cannot write", "`export HOME=`"),
+        (few_files, "user", "FAIL", "may open 256 files", "`ulimit -n 1024`"),
+        (one_gpu, "gpus", "ok", "K80: one, so in full mode there is one worker", ""),
         (little_disk, "disk", "FAIL", "1.5 GB free in", "WORKSHOP_STORAGE"),
         (results_below_a_file, "disk", "FAIL", "no place", "to another"),
         (results_in_a_bucket, "disk", "FAIL", "no place", "is an address: name a path"),
@@ -167,7 +185,7 @@ def no_network(patch, _):
         (
             gpu_that_torch_does_not_see,
             *("gpus", "warn", "470.57: torch, built for CUDA 13.2, cannot use it"),
-            "Update the driver",
+            "Get a driver from 580 on, for a GPU of compute capability",
         ),
         (
             functools.partial(gpu_that_torch_does_not_see, cuda=None),
@@ -209,7 +227,7 @@ def test_this_machine_passes_what_does_not_depend_on_it(monkeypatch):
     patient = functools.partial(doctor._answers, seconds=TIMEOUT_S)
     monkeypatch.setattr(doctor, "_answers", patient)
     checks = (doctor.python, doctor.packages, doctor.torch_build, doctor.run_mode)
-    for check in (*checks, doctor.ray, doctor.names, doctor.network):
+    for check in (*checks, doctor.user, doctor.ray, doctor.names, doctor.network):
         assert check().state == "ok", check()
 
 

@@ -108,6 +108,10 @@ def test_a_port_is_given_once_to_this_process_and_to_others(monkeypatch):
     other = int(subprocess.check_output(command, text=True, timeout=TIMEOUT_S))
     again = int(subprocess.check_output(command, text=True, timeout=TIMEOUT_S))
     assert other == again > second  # a process that has ended reserves none
+    first = processes.free_port(8400)  # as the dashboard of a Ray wants it
+    assert processes.free_port(8400) == first  # after a Ray that has ended
+    command = [sys.executable, "-c", f"{asked}; print(p.free_port({first}))"]
+    assert int(subprocess.check_output(command, text=True, timeout=TIMEOUT_S)) > first
 
 
 FULL = "RAY_local_fs_capacity_threshold"

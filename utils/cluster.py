@@ -5,6 +5,7 @@ import functools
 import json
 import logging
 import os
+import secrets
 import shlex
 import socket
 import subprocess
@@ -26,7 +27,7 @@ import utils
 from utils import preflight, settings
 from utils.errors import BadInput
 from utils.processes import cpus as own_cpus
-from utils.processes import free_port
+from utils.processes import free_port, has_home
 
 # Ray Train's own DataConfig asks for it, and Ray would tell whoever calls that.
 warnings.filterwarnings("ignore", message="`ExecutionOptions.exclude_resources` is")
@@ -239,6 +240,9 @@ def _connect(num_cpus: int, address: str | None, options: dict) -> str:
         cpus = max(own_cpus(), num_cpus)
         # the dashboard runs code for whoever opens it
         dashboard = {"include_dashboard": True, "dashboard_host": "127.0.0.1"}
+        preflight.check_open_files()
+        if not has_home():  # where Ray would write the token of this cluster
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         options = {"num_cpus": cpus} | dashboard | options
         with on_loopback():
             context = twice(lambda port: _start(options, port))

@@ -55,9 +55,13 @@ def workshop() -> Result:
 def python() -> Result:
     """Check the version of Python, and say where it is."""
     fits = (3, 11) <= sys.version_info[:2] <= (3, 13)
+    found = f"{platform.python_version()} in {sys.prefix}"
+    if " " in sys.prefix:  # Ray does not quote it; `nodes` goes around that
+        found += ". The path has a space: a node that `ray start` starts here cannot "
+        found += "start workers with a runtime environment"
     return Result(
         "ok" if fits else "FAIL",
-        f"{platform.python_version()} in {sys.prefix}",
+        found,
         ""
         if fits
         else "Python 3.11 to 3.13 is needed: `make setup PYTHON=python3.12`.",
@@ -172,6 +176,27 @@ def _ray_folder() -> Path:
     return Path(os.environ.get("RAY_TMPDIR") or own or "/tmp")
 
 
+def user() -> Result:
+    """Check what a container or a batch system may not give: a home, and open files."""
+    import resource
+
+    if not processes.has_home():
+        home = os.environ.get("HOME", "not set")
+        return Result(
+            "warn",
+            f"HOME is {home}, where you cannot write",
+            "The lessons run; JupyterLab needs one: `export HOME=` a folder of yours.",
+        )
+    soft, files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= files < processes.FEWEST_FILES:  # infinity is -1
+        return Result(
+            "FAIL",
+            f"a process may open {files} files",
+            "Ray needs more: `ulimit -n 1024`, or let whoever set the limit raise it.",
+        )
+    return Result("ok", f"home {Path.home()}, {max(soft, files):,} open files")
+
+
 def gpus() -> Result:
     """Find GPUs, and check that this torch can compute on them."""
     import torch
@@ -184,8 +209,11 @@ def gpus() -> Result:
                 torch.ones(1, device=f"cuda:{number}").add(1).item()
         except RuntimeError as error:
             state = "warn" if settings.mode() == "smoke" else "FAIL"
-            fix = "Set WORKSHOP_MODE=smoke to use the CPU, or update the GPU's driver."
+            fix = f"Set WORKSHOP_MODE=smoke to use the CPU, or {_needed()}."
             return Result(state, f"{found}: {_line(error)}", fix)
+        if len(devices) == 1:
+            found += ": one, so in full mode there is one worker, and nothing is sent. "
+            found += "WORKSHOP_MODE=smoke has two, on CPUs"
         return Result("ok", found)
     smi = shutil.which("nvidia-smi")
     if not smi:
@@ -200,9 +228,25 @@ def gpus() -> Result:
             f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
         )
         why = f"torch, built {built}, cannot use it"
-        fix = "Update the driver, or `rm -rf .venv && make setup` for another torch"
+        fix = f"Get {_needed()}, or `rm -rf .venv && make setup` for another torch"
     return Result(
         "warn", f"{smi_says}: {why}", f"{fix}; until then lessons use the CPU."
+    )
+
+
+def _needed() -> str:
+    """Say by number which driver and GPUs this torch needs.
+
+    Source: https://docs.nvidia.com/deploy/cuda-compatibility/
+    """
+    import torch
+
+    cuda = (torch.version.cuda or "13").partition(".")[0]
+    driver = {"12": "525", "13": "580"}.get(cuda, "that of CUDA " + cuda)
+    kernels = [each for each in torch.cuda.get_arch_list() if each.startswith("sm_")]
+    oldest = int(kernels[0][3:]) / 10 if kernels else 7.5
+    return (
+        f"a driver from {driver} on, for a GPU of compute capability {oldest:g} or more"
     )
 
 
@@ -273,7 +317,7 @@ def _answers(ask: Callable[[], object], seconds: float = 3) -> bool:
 
 CHECKS: tuple[Callable[[], Result], ...] = (
     *(workshop, python, packages, torch_build, run_mode, cores, memory, disk),
-    *(gpus, ray, names, network),
+    *(user, gpus, ray, names, network),
 )
 
 

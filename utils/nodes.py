@@ -37,7 +37,10 @@ class Cluster(cluster_utils.Cluster):
         """Start a node; where one that joins was not up in time, try once more."""
 
         def add(_):
-            with on_loopback(), mock.patch.object(sys, "executable", python()):
+            here = mock.patch.object(sys, "executable", python())
+            with on_loopback(), here, mock.patch.dict(os.environ):
+                if kwargs.get("num_gpus"):  # pretended; no list of real ones has them
+                    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
                 return cluster_utils.Cluster.add_node(self, *args, **kwargs)
 
         # a head is started again with all its nodes: `start`

@@ -2,13 +2,15 @@
 
 import contextlib
 import os
+import resource
+import sys
 import uuid
 from pathlib import Path
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from utils import settings
+from utils import processes, settings
 from utils.errors import BadInput
 
 # Whether `utils.cluster` started Ray on this machine: then it gets no more nodes.
@@ -87,6 +89,24 @@ def _say_if_waiting(needed: dict[str, float]) -> None:
             os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "3600")
 
 
+def check_open_files() -> None:
+    """Let this process open as many files as it may, as Ray's processes open many.
+
+    Raises:
+        BadInput: it may not open enough.
+    """
+    if sys.platform != "linux":
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < processes.FEWEST_FILES:
+        raise BadInput(
+            f"Ray opens more than the {hard} files that a process may open here: say "
+            "`ulimit -n 1024` first, or let whoever set the limit raise it."
+        )
+    if soft != resource.RLIM_INFINITY and soft < processes.FEWEST_FILES:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (processes.FEWEST_FILES, hard))
+
+
 def check_shared(*folders: str | Path) -> None:
     """Check that every node of the cluster sees what this process sees in `folders`.
 
@@ -138,11 +158,6 @@ def use_gpu(smoke_test: bool = False) -> bool:
     if settings.mode(smoke_test) != "full" or not ray.is_initialized():
         return settings.device(smoke_test).type == "cuda"
     return grows() or ray.cluster_resources().get("GPU", 0) > 0
-
-
-def gpus_are_elsewhere() -> bool:
-    """Return whether workers get GPUs and this process has none, as on a cluster's head."""
-    return use_gpu() and settings.device().type == "cpu"
 
 
 def default_resources(smoke_test: bool = False) -> dict[str, float]:

@@ -3,13 +3,16 @@
 `import utils` calls `prepare`, so it holds in notebooks, scripts, ranks and workers alike.
 """
 
+import atexit
 import contextlib
 import ctypes
 import logging
 import os
 import secrets
+import shutil
 import socket
 import sys
+import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,6 +59,10 @@ RAY_AT_START = {
     # disk of 1 TB with 50 GB free, `ray.put` raises "Local disk is full".
     "RAY_local_fs_capacity_threshold": "0.99",
 }
+LONGEST_FOLDER = 38  # characters of a temporary folder
+# Open files of a process. With 64 Ray does not start; it has trained with 192 on two cores,
+# and broken with 256 on more.
+FEWEST_FILES = 512
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 # What limits a container or a seat, on Linux.
 CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
@@ -84,6 +91,9 @@ def prepare() -> bool:
     # threads at once: seen, now and then, on a busy machine.
     warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
     keep_freed_memory()
+    shorten_temporary_folders()
+    # NVIDIA's containers set 1, which costs the digits that lessons prove.
+    os.environ["TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"] = "0"
     too_late = "ray" in sys.modules and not RAY_AT_IMPORT.keys() <= os.environ.keys()
     for name, value in (RAY_AT_IMPORT | RAY_AT_START).items():
         os.environ.setdefault(name, value)
@@ -92,6 +102,31 @@ def prepare() -> bool:
     # that are started from here, as torch reads it when it is imported.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     return too_late
+
+
+def shorten_temporary_folders() -> None:
+    """Give TMPDIR and RAY_TMPDIR a short name, if they have a long one.
+
+    A batch system may give a job a folder of its own whose name has 100 characters. A
+    socket's name has at most 107 (unix(7)), and Ray adds 69. The short name is a link,
+    which goes with this process; what it starts inherits it.
+    """
+    for variable in ("TMPDIR", "RAY_TMPDIR") if sys.platform == "linux" else ():
+        folder = os.environ.get(variable, "")
+        if len(folder) > LONGEST_FOLDER and Path(folder).is_dir():
+            with contextlib.suppress(OSError):  # then Ray's error is made a sentence
+                link = Path(tempfile.mkdtemp(dir="/tmp", prefix="tmp-")) / "t"
+                atexit.register(shutil.rmtree, link.parent, ignore_errors=True)
+                link.symlink_to(Path(folder).absolute())
+                os.environ[variable] = str(link)
+                tempfile.tempdir = None  # it may have been looked up before
+
+
+def has_home() -> bool:
+    """Return whether this user has a home to write to; in a container it may not."""
+    with contextlib.suppress(RuntimeError):  # no variable, and a user without a name
+        return os.access(Path.home(), os.W_OK)
+    return False
 
 
 def keep_freed_memory() -> None:
@@ -155,8 +190,9 @@ def free_port(first: int = 0) -> int:
     """Return a port of 127.0.0.1 that is free: any, or the next one from `first` on.
 
     Any is below the ports that the kernel gives to connections, one of which could be taken
-    before the caller listens on it. On Linux nobody gets it a second time from here while
-    this process lives.
+    before the caller listens on it. On Linux no other process gets it from here while this
+    one lives: of people who start Ray at the same moment, all but one would wait a minute
+    for a port that is taken. Nor does this process get it as any once more.
 
     Raises:
         BadInput: all of a thousand ports from `first` on are in use.
@@ -165,10 +201,13 @@ def free_port(first: int = 0) -> int:
     for port in range(begin, begin + 1000):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
-            if not first and sys.platform == "linux":
+            if sys.platform == "linux" and not (first and port in _reserved):
                 _reserve(port)
             return port
     raise BadInput(f"All ports from {begin} to {begin + 999} are in use: free one.")
+
+
+_reserved: set[int] = set()  # by this process
 
 
 def _reserve(port: int) -> None:
@@ -179,3 +218,4 @@ def _reserve(port: int) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as name:
         name.bind(f"\0workshop-port-{port}")
         name.detach()  # stays open, without an object that warns at the end
+    _reserved.add(port)
