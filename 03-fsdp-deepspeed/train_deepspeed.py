@@ -26,7 +26,7 @@ from utils import checkpoint_files, command_line, datasets, settings, torchrun_o
 from utils.models import GPT, SIZES, fill_by_name
 from utils.runs import Run, newest, seed_rank
 from utils.zero import check_exportable, check_world_size, is_universal, load_for
-from utils.zero_config import read_config
+from utils.zero_config import in_a_sentence, read_config
 
 
 def train(args, stop_file=None):
@@ -43,9 +43,10 @@ def train(args, stop_file=None):
     folder = args.checkpoint_dir
     run = Run(folder, "train_deepspeed", *parts, chosen, args.keep, stop_file)
     config = args.ds_config
-    model = build(shape, device, config, args.seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-    engine = make_engine(model, optimizer, config, run.found)
+    with in_a_sentence(config):  # what DeepSpeed refuses of it, or ignores
+        model = build(shape, device, config, args.seed)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+        engine = make_engine(model, optimizer, config, run.found)
     global_batch = engine.train_batch_size()
     run.settings["gradient_clipping"] = config.get("gradient_clipping")
     run.settings["global batch"] = global_batch
@@ -101,6 +102,7 @@ def train_step(engine, inputs, targets):
         logits = engine(piece).flatten(0, 1)  # [batch * time, vocabulary]
         at_least_fp32 = torch.promote_types(logits.dtype, torch.float32)
         loss = F.cross_entropy(logits.to(at_least_fp32), wanted.flatten())
+        del logits  # of GPT-2, gigabytes that backward does not need
         # averages gradients over all ranks, and over the accumulation steps
         engine.backward(loss)  # NEW
         engine.step()  # after the last of these: clips, updates, sets gradients to zero

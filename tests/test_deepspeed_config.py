@@ -1,5 +1,7 @@
 """ds_config.json: the command line replaces its keys, and a wrong file is one sentence."""
 
+import contextlib
+import io
 from pathlib import Path
 
 import pytest
@@ -17,9 +19,9 @@ BATCH_SIZE, ACCUMULATION, CLIP = zero_config.OPTIONS
 @pytest.mark.parametrize(
     ("flags", "expected", "stage"),
     [
-        ([], [16, 1, 1.0], 3),  # what the file says
+        ([], [8, 1, 1.0], 3),  # what the file says
         (["--batch-size=6", "--accumulate=2"], [6, 2, 1.0], 3),
-        (["--clip=0.5", "--stage=0"], [16, 1, 0.5], 0),
+        (["--clip=0.5", "--stage=0"], [8, 1, 0.5], 0),
     ],
 )
 def test_options_of_the_script_replace_keys_of_the_file(
@@ -55,6 +57,7 @@ def test_a_batch_size_replaces_the_global_one_of_the_file(tmp_path):
         ('{"zero_optimization": {"stage": "auto"}}', "is auto, but must be 0, 1, 2"),
         (f'{{"{BATCH_SIZE}": "auto"}}', "write a number into it, or add --batch-size"),
         (f'{{"{CLIP}": "auto"}}', "write a number into it, or add --clip"),
+        (f'{{"{CLIP}": "1.0"}}', 'says gradient_clipping "1.0": write the number'),
     ],
 )
 def test_a_file_that_cannot_be_used_is_one_sentence(text, says, tmp_path):
@@ -63,6 +66,71 @@ def test_a_file_that_cannot_be_used_is_one_sentence(text, says, tmp_path):
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(BadInput, match=says):
         zero_config.read_config(path)
+
+
+def test_a_byte_order_mark_is_no_mistake(tmp_path):
+    path = tmp_path / "changed.json"
+    path.write_bytes(b"\xef\xbb\xbf" + SHIPPED.read_bytes())
+    assert zero_config.read_config(path) == zero_config.read_config(SHIPPED)
+
+
+def test_what_the_script_makes_itself_is_named(tmp_path, capsys):
+    path = tmp_path / "changed.json"
+    path.write_text(
+        '{"optimizer": {"type": "Muon"}, "zero_optimization": {"stage": 1}}'
+    )
+    assert "optimizer" not in zero_config.read_config(path)
+    said = (
+        "changed.json has a key optimizer, which is not used: there is PyTorch's AdamW."
+    )
+    assert capsys.readouterr().out == f"{said}\n"
+
+
+OF_THE_WEB = {
+    "zero_optimisation": (
+        True,
+        "reads no key zero_optimisation, as in x.json: misspelt?",
+    ),
+    "reduce_bucket_size": (
+        0,
+        "x.json (reduce_bucket_size: Input should be greater than",
+    ),
+    "offload_optimizer": (
+        "cpu",
+        "refuses x.json (offload_optimizer: Input should be a",
+    ),
+    "zero_quantized_weights": (True, "x.json (This op had not been implemented on CPU"),
+}
+
+
+def said_of(key: str) -> str:
+    """Return what a rank says of a configuration with this key."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    script = scripts.load(sharding.TRAIN_DEEPSPEED)
+    value, _ = OF_THE_WEB[key]
+    zero = {"stage": 3} if "quantized" in key else {"stage": 2}
+    other = {key: value} if key == "zero_optimisation" else {}
+    zero |= {} if other else {key: value}
+    keys = {"train_micro_batch_size_per_gpu": 6, "zero_optimization": zero} | other
+    config = zero_config.Config("x.json", keys)
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said), zero_config.in_a_sentence(config):
+            model = script.build(sharding.CONFIG, torch.device("cpu"), config)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            script.make_engine(model, optimizer, config, None)
+    except BadInput as error:
+        return str(error)
+    return said.getvalue()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", OF_THE_WEB)
+def test_keys_that_deepspeed_ignores_or_refuses_are_named(monkeypatch, key):
+    monkeypatch.setenv("WORKSHOP_MODE", "smoke")
+    assert OF_THE_WEB[key][1] in run_ranks(said_of, 1, key)[0]
 
 
 def trained_with(path: Path) -> list[torch.Tensor]:

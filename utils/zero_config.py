@@ -1,7 +1,12 @@
 """Read DeepSpeed's configuration file; the command line replaces some of its keys."""
 
+import contextlib
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
+
+import torch.distributed as dist
 
 from utils.errors import BadInput
 
@@ -13,13 +18,68 @@ OPTIONS = {
 }
 
 
+# What the file may say of objects that the script makes itself.
+OF_THE_SCRIPT = {"optimizer": "PyTorch's AdamW", "scheduler": "--decay-steps"}
+
+
+class Config(dict):
+    """A configuration that notes which of its keys DeepSpeed asks for."""
+
+    def __init__(self, name: str, keys: dict):
+        super().__init__(keys)
+        self.name, self.read = name, set[str]()
+
+    def get(self, key, default=None):
+        self.read.add(key)
+        return super().get(key, default)
+
+    def __getitem__(self, key):
+        self.read.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key) -> bool:
+        self.read.add(key)
+        return super().__contains__(key)
+
+
+@contextlib.contextmanager
+def in_a_sentence(config: Config) -> Iterator[None]:
+    """Say in a sentence what DeepSpeed refuses of a configuration, and what it ignores.
+
+    Raises:
+        BadInput: DeepSpeed refuses the configuration, or lacks a package for it.
+    """
+    try:
+        yield
+    except (AssertionError, ImportError, NotImplementedError, ValueError) as error:
+        said = str(error)
+        if hasattr(error, "errors"):  # of pydantic: a line for each key
+            said = "; ".join(
+                f"{'.'.join(map(str, each['loc']))}: {each['msg']}"
+                for each in error.errors()
+            )
+        raise BadInput(
+            f"DeepSpeed refuses {config.name} ({' '.join(said.split())}): correct it."
+        ) from error
+    unread = sorted(config.keys() - config.read)
+    if unread and dist.get_rank() == 0:
+        print(
+            f"DeepSpeed reads no key {', '.join(unread)}, as in {config.name}: misspelt?"
+        )
+
+
+def _say(line: str) -> None:
+    if os.environ.get("RANK", "0") == "0":  # all ranks read the file
+        print(line)
+
+
 def read_config(
     path: Path,
     batch_size: int | None = None,
     accumulation_steps: int | None = None,
     clip: float | None = None,
     stage: int | None = None,
-) -> dict:
+) -> Config:
     """Read a JSON file for `deepspeed.initialize`; what is not None replaces its keys.
 
     Checks what ends in a riddle otherwise; DeepSpeed judges the rest. "auto" is a
@@ -40,7 +100,7 @@ def read_config(
             where an option has to give a number.
     """
     try:
-        config = json.loads(path.read_text())
+        config = json.loads(path.read_text("utf-8-sig"))  # with or without a BOM
     except (OSError, ValueError) as error:
         raise BadInput(f"{path} is no readable JSON file: {error}.") from error
     is_object = isinstance(config, dict)
@@ -63,12 +123,19 @@ def read_config(
             raise BadInput(
                 f'{path.name} says {key} "auto": write a number into it, or add {option}.'
             )
+        if isinstance(config.get(key), str):
+            raise BadInput(
+                f'{path.name} says {key} "{config[key]}": write the number without quotes.'
+            )
+    for key, instead in OF_THE_SCRIPT.items():
+        if config.pop(key, None):
+            _say(f"{path.name} has a key {key}, which is not used: there is {instead}.")
     if "zero_force_ds_cpu_optimizer" not in config:
         # else offload refuses PyTorch's AdamW, which the script uses
         config["zero_force_ds_cpu_optimizer"] = False
-        if "offload_optimizer" in zero:
-            print(
+        if "offload_optimizer" in zero or zero.get("cpu_offload"):
+            _say(
                 f"{path.name} offloads the optimizer, which in this script is PyTorch's "
                 "AdamW, on the CPU. DeepSpeed's own DeepSpeedCPUAdam would be faster."
             )
-    return config
+    return Config(path.name, config)
