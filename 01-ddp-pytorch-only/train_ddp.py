@@ -37,10 +37,8 @@ def load_data(dataset, batch_size, seed, device):
     """Return this rank's share of the training images, in batches, and all test images."""
     train_set = datasets.load(dataset, "train")
     sampler = ResumableSampler(train_set, seed=seed)  # NEW: deals them out
-    options = settings.loader_options(device)
-    train_loader = DataLoader(
-        train_set, batch_size, sampler=sampler, drop_last=True, **options
-    )
+    options = {"sampler": sampler, "pin_memory": device.type == "cuda"}
+    train_loader = DataLoader(train_set, batch_size, drop_last=True, **options)
     return train_loader, datasets.load(dataset, "test")
 
 
@@ -111,7 +109,7 @@ def evaluate(model, test_set, device):
     # no sampler: that would count some images twice
     mine = Subset(test_set, range(rank, len(test_set), world_size))  # NEW
     correct = torch.zeros((), device=device)
-    for images, labels in DataLoader(mine, 256, **settings.loader_options(device)):
+    for images, labels in DataLoader(mine, 256, pin_memory=device.type == "cuda"):
         images = images.to(device, non_blocking=True)
         labels = labels.to(device, non_blocking=True)
         correct += (model(images).argmax(dim=1) == labels).sum()

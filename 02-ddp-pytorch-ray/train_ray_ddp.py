@@ -23,7 +23,7 @@ from ray.train import ScalingConfig
 from ray.train.torch import TorchTrainer, get_device, prepare_data_loader, prepare_model
 from torch.utils.data import DataLoader, Subset
 
-from utils import command_line, datasets, models, preflight, ray_runs, settings
+from utils import command_line, datasets, models, preflight, ray_runs
 from utils.ray_runs import RayRun
 from utils.runs import ResumableSampler, seed_rank
 
@@ -32,10 +32,8 @@ def load_data(dataset, batch_size, seed, device):
     """Return this rank's share of the training images, in batches, and all test images."""
     train_set = datasets.load(dataset, "train")
     sampler = ResumableSampler(train_set, seed=seed)  # NEW: deals them out
-    options = settings.loader_options(device)
-    train_loader = DataLoader(
-        train_set, batch_size, sampler=sampler, drop_last=True, **options
-    )
+    options = {"sampler": sampler, "pin_memory": device.type == "cuda"}
+    train_loader = DataLoader(train_set, batch_size, drop_last=True, **options)
     train_loader = prepare_data_loader(train_loader)  # NEW: batches come on the device
     return train_loader, datasets.load(dataset, "test")
 
@@ -104,7 +102,7 @@ def evaluate(model, test_set, device):
     # no sampler: that would count some images twice
     mine = Subset(test_set, range(rank, len(test_set), world_size))  # NEW
     correct = torch.zeros((), device=device)
-    for images, labels in DataLoader(mine, 256, **settings.loader_options(device)):
+    for images, labels in DataLoader(mine, 256, pin_memory=device.type == "cuda"):
         images = images.to(device, non_blocking=True)
         labels = labels.to(device, non_blocking=True)
         correct += (model(images).argmax(dim=1) == labels).sum()

@@ -104,6 +104,7 @@ def train_step(model, optimizer, inputs, targets, clip, accumulate=1):
         logits = model(piece).flatten(0, 1)  # [batch * time, vocabulary]
         at_least_fp32 = torch.promote_types(logits.dtype, torch.float32)
         loss = F.cross_entropy(logits.to(at_least_fp32), wanted.flatten()) / accumulate
+        del logits  # of GPT-2, gigabytes that backward does not need
         loss.backward()  # FSDP2 averages the gradients over all ranks, keeps a shard
         mean += loss.detach()
     torch.nn.utils.clip_grad_norm_(model.parameters(), clip)  # NEW: over all ranks

@@ -2,11 +2,17 @@
 
 import ast
 import contextlib
+import json
 import subprocess
 import sys
-from functools import cache
+from argparse import Namespace
+from functools import cache, partial
+from types import SimpleNamespace
+
+from utils import cluster  # isort: split
 
 import pytest
+import ray.train.torch
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
@@ -14,7 +20,7 @@ from torch.nn import functional as F
 from tests import scripts
 from tests.tools import gpu, notebooks
 from tests.waiting import TIMEOUT_S
-from utils import memory, models, settings
+from utils import memory, models, preflight, ray_runs, settings, torchrun_or_ray
 
 GPU_BYTES = 24 * 2**30 * 0.9  # the rest is for CUDA, NCCL and the allocator's gaps
 IMAGE_SIDES = {"01": 28, "02": 224}  # pixels, at most, by part
@@ -29,7 +35,7 @@ def settings_cell(path) -> str:
 def knobs(path) -> dict:
     """Return what this cell sets, in the mode and with the GPUs of now."""
     given = {"settings": settings, "pick": settings.pick, "torch": torch}
-    given |= {"SMOKE": models.SMOKE, "GPT2_124M": models.GPT2_124M}
+    given |= {"partial": partial, "SMOKE": models.SMOKE, "GPT2_124M": models.GPT2_124M}
     found = given | {"default_workers": settings.num_workers}
     for statement in ast.parse(settings_cell(path)).body:
         with contextlib.suppress(NameError):  # of what another cell made
@@ -80,7 +86,33 @@ def test_a_lesson_in_full_mode_fits_a_gpu_of_24_gb(path, gpus):
     assert bytes_of_training((shape or [side])[0], batch) < GPU_BYTES
 
 
+train_fsdp2 = scripts.load(scripts.ROOT / "03-fsdp-deepspeed" / "train_fsdp2.py")
+
+
+def peak_of_script(batch: int) -> int:
+    """Return the bytes of two steps of train_fsdp2.py in float32, on one GPU."""
+    with FakeTensorMode(), memory.count_memory() as counter:
+        model = models.GPT(models.GPT2_124M)
+        optimizer = torch.optim.AdamW(model.parameters())
+        texts = torch.zeros(batch, models.GPT2_124M.block_size, dtype=torch.long)
+        for _ in range(2):
+            train_fsdp2.train_step(model, optimizer, texts, texts, clip=1.0)
+    return counter.peak
+
+
+def test_the_scripts_of_part_03_fit_a_gpu_of_24_gb(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train_fsdp2.py", "--num-workers", "1"])
+    assert peak_of_script(train_fsdp2.parse_args().batch_size) < GPU_BYTES
+    file = scripts.ROOT / "03-fsdp-deepspeed" / "ds_config.json"
+    config = json.loads(file.read_text())
+    bucket = config["zero_optimization"].get("reduce_bucket_size", 5e8) * 4  # float32
+    copies = 12 * sum(p.numel() for p in models.GPT(models.GPT2_124M).parameters())
+    peak = peak_of_script(config["train_micro_batch_size_per_gpu"])
+    assert peak + copies + bucket < GPU_BYTES
+
+
 def test_a_batch_that_is_too_large_for_it_is_noticed():
+    assert peak_of_script(20) > GPU_BYTES
     assert bytes_of_training(models.GPT2_124M, 64) > GPU_BYTES
     assert bytes_of_training(224, 2048) > GPU_BYTES
 
@@ -91,6 +123,31 @@ def test_full_mode_takes_every_gpu(gpus):
         assert knobs(by_number[number])["num_workers"] == gpus
     device = knobs(by_number["0304"])["device_type"]
     assert device == ("cuda" if gpus >= 4 else "cpu")  # a grid of 2 x 2
+
+
+def test_deepspeed_of_cpus_is_asked_for_by_name():
+    """Ranks have it in memory for CPUs already: for the device of a GPU it would fail."""
+    for path in notebooks.all_notebooks():
+        lesson = "\n".join(notebooks.code(path))
+        if "utils.deepspeed_on_cpus" in lesson:
+            assert "load_deepspeed" not in lesson, path
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_on_a_head_without_a_gpu_ray_train_chooses_the_backend(monkeypatch, offload):
+    """The driver sees no GPU: what it would choose, gloo, is not what workers need."""
+    asked = {}
+    monkeypatch.setattr(ray.train.torch, "TorchTrainer", lambda _, **k: asked.update(k))
+    monkeypatch.setattr(cluster, "start_ray", lambda *_, **__: None)
+    monkeypatch.setattr(preflight, "check_shared", lambda path: None)
+    monkeypatch.setattr(preflight, "use_gpu", lambda smoke_test: True)
+    done = SimpleNamespace(return_value={})
+    monkeypatch.setattr(ray_runs, "fit", lambda trainer, folder: done)
+    given = {"checkpoint_dir": None, "text": None, "export": None}
+    args = Namespace(num_workers=2, smoke_test=False, **given)
+    torchrun_or_ray.with_ray(None, args, "train_fsdp2", offload)
+    assert asked["scaling_config"].use_gpu
+    assert asked["torch_config"].backend == ("cpu:gloo,cuda:nccl" if offload else None)
 
 
 def test_every_script_runs_with_every_gpu():

@@ -477,7 +477,6 @@ def take_along(folder: Path) -> Path:
         ),
         (r"settings\.set_device\(.*\)", 'torch.device("cpu")'),
         (r"settings\.backend\(device\)", '"gloo"'),
-        (r"settings\.loader_options\(device\)", "{}"),
         (r'datasets\.load\(dataset, "(train|test)"\)', "mine.data"),
         (r"models\.resnet18\(.*?\)\.to", "mine.model().to"),
         (r"command_line\.chosen\(.*\)", '{"--lr": args.lr}'),

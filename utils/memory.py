@@ -142,8 +142,8 @@ class count_memory(TorchDispatchMode):
     """Follow the bytes of all tensors that this process makes in a `with` block.
 
     `live` is what exists now, `peak` the most there was; what existed before the block
-    is not counted. Works on fake tensors, which hold no memory, too. On a GPU,
-    `follow_memory` sees more.
+    is not counted. Works on fake tensors, which hold no memory, too. On a GPU
+    its allocator sees more: the work space of kernels.
     """
 
     def __init__(self) -> None:
@@ -192,34 +192,6 @@ class count_memory(TorchDispatchMode):
 
     def _forget(self, key: int) -> None:
         self.live -= self._sizes.pop(key)
-
-
-class _Allocator:
-    """What the allocator of a GPU says, with the interface of `count_memory`."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def __enter__(self):
-        torch.cuda.reset_peak_memory_stats(self._device)
-        self._before = torch.cuda.memory_allocated(self._device)
-        return self
-
-    @property
-    def live(self) -> int:
-        return torch.cuda.memory_allocated(self._device) - self._before
-
-    def __exit__(self, *error) -> None:
-        self.peak = torch.cuda.max_memory_allocated(self._device) - self._before
-
-
-def follow_memory(device: torch.device):
-    """Follow `live` and `peak` of a `with` block, in bytes beyond what was there before.
-
-    On a GPU its allocator says them (the peak at the end of the block), and sees the work
-    space of kernels, too. On a CPU it is a `count_memory`.
-    """
-    return _Allocator(device) if device.type == "cuda" else count_memory()
 
 
 def moments(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -3,7 +3,7 @@
 import argparse
 import os
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from utils.checkpoint_files import check_writable
 from utils.errors import BadInput
@@ -35,9 +35,13 @@ def mode(smoke_test: bool = False) -> str:
     return chosen
 
 
-def pick(*, smoke: T, full: T) -> T:
-    """Choose a value by run mode: `smoke` for a laptop and CI, `full` for GPUs."""
-    return smoke if mode() == "smoke" else full
+def pick(*, smoke: T, full: T, joins: bool = False) -> T:
+    """Choose a value by where it trains: `smoke` for a laptop and CI, `full` for GPUs.
+
+    `full` needs a GPU here; but where a lesson `joins` a cluster, the mode is asked alone,
+    as GPUs may be on other machines than the head, which has the notebook.
+    """
+    return full if mode() == "full" and (joins or _cuda_is_available()) else smoke
 
 
 def device(smoke_test: bool = False):
@@ -61,16 +65,6 @@ def set_device(smoke_test: bool = False):
 
         torch.cuda.set_device(found)
     return found
-
-
-def loader_options(device) -> dict[str, Any]:
-    """Return options of a DataLoader that feeds a device: for a GPU, it works ahead.
-
-    Copies from pinned memory can overlap with the GPU's work (`non_blocking=True`).
-    """
-    if device.type == "cpu":  # its cores train
-        return {}
-    return {"num_workers": 4, "pin_memory": True}
 
 
 def send(tensor, device):
