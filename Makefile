@@ -10,7 +10,7 @@ RUN := PATH="$(CURDIR)/.venv/bin:$$PATH" $(PY)
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lab test test-all test-weekly tour record electives lint book bench gpu doctor clean
+.PHONY: help setup lab test test-all test-weekly tour record electives lint book slides bench gpu doctor clean
 
 help: ## print what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -100,6 +100,9 @@ book: .venv-book/.ready ## render notebooks, READMEs and guides as a book in bui
 .venv-book/.ready: docs/requirements.txt docs/constraints.txt
 	@"$(PYTHON)" -m venv .venv-book && .venv-book/bin/python -m pip install -r $< || { echo "The packages for the book could not be installed (the lines above say why); the lessons run without."; exit 1; }
 	@touch $@
+
+slides: $(READY) ## write slides of the lessons to build/slides, to project without a network
+	@$(RUN) -m tests.tools.slides
 
 bench: $(READY) ## measure ratios, and write tests/tools/benchmarks/RESULTS.md
 	@$(RUN) -m tests.tools.benchmarks

@@ -30,7 +30,7 @@ language = "en"
 extensions = ["myst_nb"]
 nitpicky = True
 root_doc = "README"
-include_patterns = ["*.md", "docs/*.md", "utils/**.md", "tests/**.md", "0*/**.md"]
+include_patterns = ["*.md", "docs/**.md", "utils/**.md", "tests/**.md", "0*/**.md"]
 include_patterns += ["0*/**.ipynb"]
 exclude_patterns = [".*", "build", "**/.*"]
 
@@ -73,7 +73,7 @@ CONTENTS = {
         *("02-*/electives/README", "02-*/electives/0*", "02-*/electives/solutions"),
     ],
     "Part 03": ["03-*/README", "03-*/0*", "03-*/solutions"],
-    "Guides": ["docs/*"],
+    "Guides": ["docs/*", "docs/teaching/*"],
     "More": ["CHANGELOG", "CONTRIBUTING", "utils/**", "tests/**"],
 }
 NAVIGATION = re.compile(r"^.*<!-- navigation -->.*$", re.MULTILINE)

@@ -74,6 +74,7 @@ def test_the_build_names_dead_links_and_figures_without_a_text(book, tmp_path):
 # A page of each kind: what Markdown, figures, diagrams, tables and folded code become.
 KINDS = ["README", "docs/teaching", "docs/glossary", "01-ddp-pytorch-only/solutions"]
 KINDS += ["01-ddp-pytorch-only/01_data_parallelism_by_hand", "search"]
+KINDS += ["docs/teaching/handout", "docs/four_ways"]
 KINDS += [
     "03-fsdp-deepspeed/05_choosing_a_strategy",
     "02-ddp-pytorch-ray/cluster/README",

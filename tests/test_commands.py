@@ -1,4 +1,7 @@
-"""`make lab` serves the first notebook; `tour` and `record` execute notebooks."""
+"""`make lab` serves the first notebook; `tour` and `record` execute notebooks.
+
+The first lines of the README can be pasted, and `make slides` needs no network.
+"""
 
 import contextlib
 import os
@@ -9,12 +12,13 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from html.parser import HTMLParser
 from pathlib import Path
 
 import nbformat
 import pytest
 
-from tests.tools import notebooks
+from tests.tools import notebooks, slides
 from tests.tools.notebooks.__main__ import tour
 from tests.tools.notebooks.execution import record
 from tests.tools.notebooks.navigation import navigation
@@ -64,6 +68,79 @@ def status(url: str) -> int | None:
         return error.code
     except urllib.error.URLError:
         return None
+
+
+@pytest.mark.parametrize("filled_in", [True, False])
+def test_the_first_lines_can_be_pasted(filled_in, tmp_path):
+    """As they stand they say what is missing, and neither clone nor make anything."""
+    readme = (notebooks.ROOT / "README.md").read_text()
+    lines = re.search(r"^```bash\n(ADDRESS=.*?)^```", readme, re.M | re.S)[1]
+    (tmp_path / "make").write_text('#!/bin/sh\necho "make $* in $(basename "$PWD")"\n')
+    (tmp_path / "make").chmod(0o755)
+    subprocess.check_call(["git", "init", "-q", tmp_path / "theirs"])
+    if filled_in:
+        lines = lines.replace("ADDRESS=", f"ADDRESS={tmp_path}/theirs", 1)
+    done = subprocess.run(
+        ["bash", "-c", lines],
+        cwd=tmp_path,
+        env=os.environ
+        | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "ADDRESS": "/old"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert (done.returncode == 0) == filled_in, done.stderr
+    assert done.stdout == "make lab in workshop\n" * filled_in
+    assert (tmp_path / "workshop" / ".git").exists() == filled_in
+    assert ("type the address of this repository" in done.stderr) != filled_in
+
+
+class Loaded(HTMLParser):
+    """What a page loads from elsewhere: scripts, styles, pictures and frames."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.found = re.findall(r"@import.*|url\([^)]*\)", page)
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attributes: list) -> None:
+        for name, value in attributes:
+            loads = name in ("src", "srcset", "data") or (name == "href" and tag != "a")
+            if loads and not value.startswith("data:"):
+                self.found.append(value)
+
+
+def test_slides_are_whole_and_need_nothing_else():
+    path = notebooks.ROOT / "01-ddp-pytorch-only" / "01_data_parallelism_by_hand.ipynb"
+    page = slides.page(path)
+    assert Loaded(page).found == []
+    question, *others = page.split("<section>")[1:]
+    assert f"<h1>{notebooks.title(path)}</h1>" in question
+    assert 'href="' not in page and "<!-- navigation -->" not in page  # no dead links
+    assert sum("<strong>Predict first" in slide for slide in others) >= 3
+    assert any('src="data:image/png;base64,' in slide for slide in others)
+    (proof, *_) = notebooks.proofs(nbformat.read(path, as_version=4))
+    (shown,) = [slide for slide in others if f"{notebooks.PROOF}{proof}" in slide]
+    assert "assert" in shown
+
+
+@pytest.mark.parametrize(
+    "loads",
+    [
+        '<script src="https://cdn.org/a.js">',
+        '<link rel="x" href="a.css">',
+        "url(b.png)",
+    ],
+)
+def test_what_slides_would_load_is_seen(loads):
+    assert len(Loaded(f"<p><a href='#'>{loads}").found) == 1
+
+
+def test_every_lesson_has_slides():
+    lessons = [p for p in notebooks.all_notebooks() if p.stem != "solutions"]
+    for path in lessons:
+        page = slides.page(path)
+        assert Loaded(page).found == [] and notebooks.PROOF in page, path
 
 
 @pytest.fixture

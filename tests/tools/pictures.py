@@ -1,7 +1,7 @@
 """Write the pictures of the READMEs to docs/pictures.
 
 `python -m tests.tools.pictures` copies four figures that lessons recorded, then trains for
-minutes and draws the README's own two, the proof and memory. These are white, so that they
+minutes and draws two of its own, the proof and memory. These are white, so that they
 can be read on a dark page as well as on a light one.
 """
 
