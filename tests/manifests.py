@@ -93,7 +93,10 @@ MUST: dict[str, dict[str, tuple[object, str]]] = {
             "shared-password",
             "anybody comes",
         ),
-        "hub config JupyterHub admin_access": (False, "one password opens all seats"),
+        "hub config JupyterHub admin_access": (
+            ABSENT,
+            "it looks as if it bound admins",
+        ),
         "hub config Authenticator allow_all": (ABSENT, "one takes any number of seats"),
         "hub config SharedPasswordAuthenticator": (ABSENT, "the password is published"),
         "proxy service type": ("ClusterIP", "passwords travel without encryption"),
@@ -116,7 +119,7 @@ MUST: dict[str, dict[str, tuple[object, str]]] = {
         "worker_nodes 0 max_nodes": (2, "anybody's code orders machines"),
     },
     "anyscale/workspace.yaml": {
-        "idle_termination_minutes": (60, "it costs money until somebody remembers it"),
+        "idle_termination_minutes": (120, "it ends at lunch, or costs money all night"),
     },
     "anyscale/job.yaml": {
         "timeout_s": (3600, "a job that hangs costs money until somebody looks"),
@@ -341,6 +344,33 @@ def ports(way: dict) -> set[int]:
     return {each["port"] for each in way.get("ports", [])}
 
 
+def offered(gib: float) -> float:
+    """Return the bytes that a node of so many GiB gives to pods, its own ones included.
+
+    As GKE reserves: 25% of the first 4 GiB, 20% of the next 4, 10% of the next 8, 6% of the
+    next 112, and 100 MiB.
+    """
+    steps = ((4, 0.25), (4, 0.2), (8, 0.1), (112, 0.06))
+    left, kept = gib, 100 / 1024
+    for size, share in steps:
+        kept += min(left, size) * share
+        left = max(left - size, 0)
+    return (gib - kept) * 2**30
+
+
+def fits_a_gpu_node(cpus: float, memory: float) -> bool:
+    """Return whether a machine of 8 CPUs and 32 GiB has that, beside its own pods."""
+    return cpus <= 7 and memory + 2 * 2**30 <= offered(32)
+
+
+@rule("gpu/pod workers")
+def fits_its_node(pod: dict) -> Iterator[str]:
+    """Usual machines with one GPU have 32 GiB, and give less."""
+    most = pod["spec"]["containers"][0]["resources"]["limits"]
+    if not fits_a_gpu_node(float(most.get("cpu", 0)), quantity(most["memory"])):
+        yield "no machine with one GPU and 32 GiB has room: it stays Pending"
+
+
 @rule("*/NetworkPolicy")
 def policy_of_one_cluster(policy: dict) -> Iterator[str]:
     """It is for the pods of the cluster that has its name, and not for those of others."""
@@ -391,10 +421,28 @@ def seat_limits(values: dict) -> Iterator[str]:
         yield "/dev/shm is less than the 4 GiB that Ray asks for"
 
 
+@rule("hub/values.yaml")
+def helpers_have_seats(values: dict) -> Iterator[str]:
+    """Thirty participants, and six who can restart a stuck seat, with another password."""
+    people = values["hub"]["config"]["Authenticator"]
+    helpers, all_others = people.get("admin_users", []), people["allowed_users"]
+    if len(set(all_others)) != 30 or len(set(helpers) - set(all_others)) != 6:
+        yield f"{len(all_others)} participants and {len(helpers)} helpers have seats"
+
+
 @rule("hub/values.gpu.yaml")
 def seat_with_a_gpu(values: dict) -> Iterator[str]:
-    """It keeps the limit of the disk: a profile replaces the whole map of limits."""
+    """It has room for a lesson in full mode, on a usual node."""
     for each in values["singleuser"]["profileList"]:
-        own = each.get("kubespawner_override", {}).get("extra_resource_limits")
-        if own and "ephemeral-storage" not in own:
-            yield f"{each['display_name']}: one person may fill a node's disk"
+        own = each.get("kubespawner_override", {})
+        disk = own.get("extra_resource_limits", {}).get("ephemeral-storage", "0Gi")
+        if not own:
+            continue
+        if not fits_a_gpu_node(own["cpu_guarantee"], quantity(own["mem_guarantee"])):
+            yield "no machine with one GPU and 32 GiB has room: it stays Pending"
+        if quantity(own["mem_limit"]) < 20e9:
+            yield "03/03 takes 9 GB in one kernel, and Ray is beside it"
+        if not own["environment"].get("WORKSHOP_STORAGE", "").startswith("/tmp/"):
+            yield "02/03 fills the home"
+        if not 20 * 2**30 <= quantity(disk) <= 50 * 2**30:
+            yield "02/03 has no room, or one person may fill a node's disk"

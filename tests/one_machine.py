@@ -43,8 +43,11 @@ mkdir -m 1777 "$1/tmp"
 mount --rbind "$1/tmp" /tmp
 shift
 groupadd workshop
+groupadd workshop-helpers
 while [ "$1" != -- ]; do
-  useradd --create-home --groups workshop --shell /bin/bash "$1"
+  groups=workshop
+  [ "$1" != "$HELPER" ] || groups=workshop,workshop-helpers
+  useradd --create-home --groups "$groups" --shell /bin/bash "$1"
   chmod 700 "/home/$1"
   echo "$1:$2" | chpasswd
   shift 2
@@ -100,8 +103,14 @@ def opened(*paths: Path) -> str:
 
 
 @contextlib.contextmanager
-def hub(folder: Path, *names: str, **settings: object) -> Iterator[Hub]:
-    """Yield a hub for these names; `settings` are of `Seat`, for its command line."""
+def hub(
+    folder: Path, *names: str, helper: str = "", **settings: object
+) -> Iterator[Hub]:
+    """Yield a hub for these names, one of which may be a helper's.
+
+    Args:
+        settings: of `Seat`, for its command line.
+    """
     if not may_mount():
         pytest.skip("this user may not make network namespaces")
     if not (HUB / "node_modules/.bin/configurable-http-proxy").exists():
@@ -127,7 +136,8 @@ def hub(folder: Path, *names: str, **settings: object) -> Iterator[Hub]:
     with log.open("w") as output:
         job = subprocess.Popen(
             [*alone, *map(str, started), *map(str, command)],
-            env=os.environ | {"PATH": f"{HUB / 'bin'}:{os.environ['PATH']}"},
+            env=os.environ
+            | {"PATH": f"{HUB / 'bin'}:{os.environ['PATH']}", "HELPER": helper},
             stdout=output,
             stderr=output,
         )

@@ -12,6 +12,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from fnmatch import fnmatch
 
 import jsonschema
@@ -23,6 +24,7 @@ from packaging.requirements import Requirement
 
 from tests import manifests
 from tests.manifests import ABSENT, CLUSTER, KUBERAY, MUST, ROOT, RULES, built
+from tests.tools import hub
 from tests.waiting import TIMEOUT_S
 
 OPERATOR, CHART, KUBERNETES = "1.7.0", "4.4.0", "1.37"
@@ -38,6 +40,7 @@ SCHEMAS = {
 }
 EVERYTHING = manifests.everything()
 PAGE = (CLUSTER / "README.md").read_text()
+ANYSCALE = (CLUSTER / "anyscale" / "README.md").read_text()
 WEEKLY = ROOT / ".venv-weekly" / "bin"
 
 
@@ -152,7 +155,64 @@ def test_the_hub_takes_seats_with_gpus_and_the_pages_login_of_github():
     (block,) = re.findall(r"^```yaml\n(hub:.*?)^```", PAGE, re.M | re.S)
     github = merged(ours, yaml.safe_load(block))
     validate("hub/", github)
-    assert github["hub"]["config"]["Authenticator"] == {"allowed_users": []}
+    people = {"allowed_users": [], "admin_users": ["your-name"]}
+    assert github["hub"]["config"]["Authenticator"] == people
+
+
+def test_one_file_has_the_whole_door_so_that_a_repetition_does_not_close_it():
+    """All `helm upgrade`s of the page are one command, which reads that file."""
+    (block,) = re.findall(r"^```yaml\n(proxy:.*?)^```", PAGE, re.M | re.S)
+    door = yaml.safe_load(block)
+    assert door["proxy"]["service"] == {"type": "LoadBalancer"}
+    https = door["proxy"]["https"]
+    assert https["hosts"] and https["letsencrypt"]["contactEmail"]
+    https["enabled"] = True
+    nodes = yaml.safe_load(re.search(r"`(scheduling: .*?)`", PAGE)[1])
+    (password,) = re.findall(r"printf '(hub: .*?)\\n'", PAGE)
+    passwords = yaml.safe_load(password)["hub"]["config"]["SharedPasswordAuthenticator"]
+    assert passwords.keys() == {"user_password", "admin_password"}  # helpers', too
+    values = merged(EVERYTHING["hub/values.yaml"], door | nodes)
+    validate("hub/", merged(values, yaml.safe_load(password)))
+    people = values["hub"]["config"]["Authenticator"]
+    seats = len(people["allowed_users"] + people["admin_users"])
+    assert nodes["scheduling"]["userPlaceholder"]["replicas"] == seats
+    (upgrade,) = re.findall(r"^helm upgrade .*", PAGE, re.MULTILINE)
+    assert "--values build/door.yaml" in upgrade and "--reuse-values" not in PAGE
+
+
+def test_everybody_has_a_seat_wherever_the_room_is():
+    people = EVERYTHING["hub/values.yaml"]["hub"]["config"]["Authenticator"]
+    names = sorted(people["allowed_users"] + people["admin_users"])
+    assert names == [f"seat-{number:02}" for number in range(1, 37)]
+    assert set(re.findall(r"seat-\{01\.\.(\d+)\}", PAGE)) == {"36", "30"}
+    assert re.findall(r"wc -l /root/door.txt` prints (\d+)", PAGE) == ["36"]
+    loops = re.findall(r"for seat in \$\(seq -w 1 (\d+)\)", ANYSCALE)
+    assert len(loops) > 4 and set(loops) == {"36"}
+
+
+def test_the_bounds_hold_what_the_page_says():
+    def size(kind: str) -> tuple[float, float]:
+        limits = EVERYTHING[kind]["spec"]["containers"][0]["resources"]["limits"]
+        return float(limits["cpu"]), manifests.quantity(limits["memory"]) / 2**30
+
+    def room(workers: int) -> tuple[int, int, int]:
+        """Return pods, CPUs and GiB: of so many workers, and the cluster with two GPUs."""
+        pods = [size("cluster/pod workers")] * workers + [size("cluster/pod head")]
+        pods += [size("gpu/pod workers")] * 2 + [size("gpu/pod head")]
+        return len(pods), *(int(sum(each)) for each in zip(*pods))
+
+    hard = EVERYTHING["room/ResourceQuota"]["spec"]["hard"]
+    bounds = [hard["pods"], hard["limits.cpu"], hard["limits.memory"].rstrip("Gi")]
+    assert all(need <= int(most) for need, most in zip(room(16), bounds))
+    said = "51 workers need {} pods, {} CPUs and {}Gi".format(*room(51))
+    assert said in PAGE
+
+
+def test_a_node_that_the_page_calls_large_enough_holds_seven_seats():
+    seat = EVERYTHING["hub/values.yaml"]["singleuser"]
+    memory = int(re.search(r"53 GiB of memory \((\d+)Ki\)", PAGE)[1]) * 2**10
+    assert 7 * manifests.quantity(seat["memory"]["guarantee"]) <= memory
+    assert 7 * seat["cpu"]["guarantee"] <= 14
 
 
 @pytest.mark.parametrize("name", EVERYTHING)
@@ -174,7 +234,9 @@ BOX = "spec containers 0"
 POLICY, WORKERS = "gpu/NetworkPolicy", "gpu/pod workers"
 EVERYBODY = [{"ipBlock": {"cidr": "0.0.0.0/0"}}]
 OTHERS = {"ray.io/cluster": "workshop"}
-PROFILE = "singleuser profileList 1 kubespawner_override extra_resource_limits"
+PROFILE = "singleuser profileList 1 kubespawner_override"
+STORED = f"{PROFILE} environment WORKSHOP_STORAGE"
+ADMINS = "hub config Authenticator admin_users"
 BROKEN = [
     ("no_secret", WORKERS, f"{BOX} env 2 name", "AWS_SECRET_KEY"),
     ("open_ports", WORKERS, f"{BOX} ports 0 containerPort", 10001),
@@ -208,7 +270,12 @@ BROKEN = [
     ("seat_limits", "hub/values.yaml", "singleuser memory limit", ABSENT),
     ("seat_limits", "hub/values.yaml", "singleuser extraResource limits", {}),
     ("seat_limits", "hub/values.yaml", "singleuser storage extraVolumeMounts", {}),
-    ("seat_with_a_gpu", "hub/values.gpu.yaml", PROFILE, {"nvidia.com/gpu": "1"}),
+    ("seat_with_a_gpu", "hub/values.gpu.yaml", f"{PROFILE} extra_resource_limits", {}),
+    ("seat_with_a_gpu", "hub/values.gpu.yaml", f"{PROFILE} mem_guarantee", "30G"),
+    ("seat_with_a_gpu", "hub/values.gpu.yaml", f"{PROFILE} mem_limit", "10G"),
+    ("seat_with_a_gpu", "hub/values.gpu.yaml", STORED, "/home/ray/storage"),
+    ("fits_its_node", WORKERS, f"{BOX} resources limits memory", "32Gi"),
+    ("helpers_have_seats", "hub/values.yaml", ADMINS, ["seat-30"]),
 ]
 
 
@@ -288,6 +355,47 @@ def test_files_that_pip_does_not_read_have_the_same_pins():
     assert hub in (CLUSTER / "one-machine/requirements.txt").read_text().split()
 
 
+def test_a_notebook_at_anyscale_finds_utils(tmp_path):
+    """By the image's own line; the page pushes the lessons to where that one looks."""
+    lines = (CLUSTER / "anyscale/Containerfile").read_text().splitlines()
+    (line,) = [each[4:] for each in lines if each.startswith("RUN echo")]
+    assert "pushed, as they are in this commit, to `/home/ray/default`" in ANYSCALE
+    assert "workspace_v2 push --name seat-$seat --local-dir build/lessons" in ANYSCALE
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", tmp_path], check=True
+    )
+    path = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    line = line.replace("/home/ray/default", str(ROOT))
+    subprocess.run(["sh", "-c", line], env=path, check=True, timeout=TIMEOUT_S)
+    code = "import importlib.util; print(importlib.util.find_spec('utils').origin)"
+    found = subprocess.check_output(
+        ["python", "-c", code], env=path, cwd="/", text=True, timeout=TIMEOUT_S
+    )
+    assert found.strip() == str(ROOT / "utils/__init__.py")
+
+
+def test_the_last_list_at_anyscale_has_all_seats():
+    lists = re.findall(r"^anyscale workspace_v2 list .*", ANYSCALE, re.MULTILINE)
+    assert lists  # the command line ends it after ten
+    assert all(int(re.search(r"--max-items (\d+)", e)[1]) >= 36 for e in lists)
+
+
+def test_a_prebuilt_codespace_has_its_packages():
+    """GitHub runs these two commands when it prebuilds, and no `postCreateCommand`."""
+    text = (ROOT / ".devcontainer" / "devcontainer.json").read_text()
+    container = yaml.safe_load(text)
+    commands = ("onCreateCommand", "updateContentCommand")
+    assert "make setup" in [container.get(command) for command in commands]
+
+
+def test_the_tool_starts_seats_and_leaves_them_running(monkeypatch, capsys):
+    started = []
+    monkeypatch.setattr(hub, "Seat", lambda *seat: started.append(seat))
+    hub.start("http://127.0.0.1:1", "password", ["seat-01", "seat-02"])
+    assert {name for _, name, _ in started} == {"seat-01", "seat-02"}
+    assert capsys.readouterr().out == "2 servers run\n"
+
+
 def test_a_correction_comes_beside_what_somebody_has_edited(tmp_path):
     """By the hub's own lines, at each start of a seat."""
     hooks = EVERYTHING["hub/values.yaml"]["singleuser"]["lifecycleHooks"]
@@ -327,12 +435,16 @@ NOT_ON_KIND = {
     "prometheus-grafana": "nobody looks at Grafana",
     "RAY_AUTH_TOKEN_PATH": "tests/tools/hub.py sets it in a seat",
     "http://workshop-head-svc": "tests/tools/hub.py asks from a seat for the list of jobs",
+    "gcloud": "the machine is GitHub's",
+    "hub --start": "two seats are started without it",
+    "component=singleuser-server": "as above",
     "kill $(jobs -p)": "the machine ends",
 }
 SMALLER = {  # what the workflow adds to a command of the page, or changes in it
     " --build-arg TORCH_BACKEND=cpu": "",
     " --set singleuser.cpu.guarantee=0.5 --set singleuser.memory.guarantee=3G": "",
-    "Placeholder.replicas=1 ": "Placeholder.replicas=30 ",
+    '{user_password: "%s"}': '{user_password: "%s", admin_password: "%s"}',
+    '-hex 6)" >': '-hex 6)" "$(openssl rand -base64 24)" >',
 }
 
 
@@ -380,10 +492,8 @@ def test_anyscale_takes_its_files_and_commands(tmp_path):
     for path in paths:
         (tmp_path / path.name).write_text(path.read_text() + "surprise: 1\n")
         assert load(tmp_path / path.name).returncode, path
-    commands = re.findall(
-        r"anyscale (?:[a-z][\w-]+ )+--[^;\n`]+", PAGE.partition("## Anyscale\n")[2]
-    )
-    assert len(commands) >= 9
+    commands = re.findall(r"anyscale (?:[a-z][\w-]+ )+--[^;\n`]+", ANYSCALE)
+    assert len(commands) >= 18
     for line in commands:
         words = shlex.split(line)
         command = itertools.takewhile(lambda word: word[0] != "-", words[1:])

@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import subprocess
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -65,6 +66,29 @@ print(subprocess.run([sys.executable, "-c", take]).returncode)
 """
 
 
+def assigned(name: str) -> ast.expr:
+    """Return what the hub's configuration assigns to a name."""
+    (node,) = [
+        each.value
+        for each in ast.parse((ROOT / CONFIG).read_text()).body
+        if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == name
+    ]
+    return node
+
+
+def test_seats_share_no_gpu_and_the_hub_outlives_who_starts_it():
+    environment = assigned("c.Seat.environment")
+    keys = [ast.literal_eval(key) for key in environment.keys]
+    mode = environment.values[keys.index("WORKSHOP_MODE")]
+    assert ast.literal_eval(mode) == "smoke"  # else each seat takes all of them
+    page = (ROOT / CONFIG).parents[1].joinpath("README.md").read_text()
+    starts = re.findall(r"^.*\$hub\b.*$", page, re.MULTILINE)
+    assert len(starts) == 2  # in clear text for a try, and with a certificate
+    assert all(s.startswith("systemd-run --unit workshop-hub ") for s in starts)
+    assert "--JupyterHub.ssl_cert=" in starts[1]
+    assert f'/.venv-hub/bin/jupyterhub --config /opt/workshop/{CONFIG}"\n' in page
+
+
 FOUND = ["nothing", "own", "a link"]
 FOUND += ["a neighbour's"] * (os.getuid() == 0)  # root alone can make one
 
@@ -72,12 +96,7 @@ FOUND += ["a neighbour's"] * (os.getuid() == 0)  # root alone can make one
 @pytest.mark.parametrize("there", FOUND)
 def test_a_seat_gets_a_folder_that_nobody_else_has_made(there, tmp_path):
     """Whoever owns TMPDIR can swap the files that programs write there."""
-    config = ast.parse((ROOT / CONFIG).read_text())
-    (prepare,) = [
-        ast.literal_eval(node.value)
-        for node in config.body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "PREPARE"
-    ]
+    prepare = ast.literal_eval(assigned("PREPARE"))
     name = f"nobody-{uuid.uuid4().hex}"
     own, home = Path(f"/tmp/seat-{name}"), tmp_path / "home"
     (home / "workshop-0").mkdir(parents=True)  # the lessons are there
@@ -126,6 +145,28 @@ def test_a_seat_trains_in_a_ray_of_its_own_and_leaves_nothing(tmp_path):
         assert len(hub.of_user(uid)) > before
         seat.stop()
         wait_until(lambda: not hub.of_user(uid), said=lambda: hub.of_user(uid))
+
+
+@pytest.mark.weekly
+def test_a_helper_starts_and_stops_any_seat_and_opens_none(tmp_path):
+    with one_machine.hub(tmp_path, "ann", "eva", helper="eva") as hub:
+        ann, eva = hub.seat("ann"), hub.seat("eva")
+        for one, other, status in [(ann, "eva", 404), (eva, "ann", 200)]:
+            seen = f"{hub.url}/hub/api/users/{other}"
+            assert (
+                requests.get(seen, headers=one.headers, timeout=60).status_code
+                == status
+            )
+            kernels = f"{hub.url}/user/{other}/api/kernels"
+            assert (
+                requests.get(kernels, headers=one.headers, timeout=60).status_code
+                == 403
+            )
+        mode = "import os; print(os.environ['WORKSHOP_MODE'])"
+        assert ann.run(mode).strip() == "smoke"  # else it takes GPUs
+        eva.ask("DELETE", "/hub/api/users/ann/server")
+        assert not ann.ask("GET", "/hub/api/users/ann")["server"]
+        eva.ask("POST", "/hub/api/users/ann/server")
 
 
 @pytest.mark.weekly

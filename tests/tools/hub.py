@@ -1,9 +1,11 @@
 """Take a seat of a JupyterHub, as a browser does, and run code in it.
 
     python -m tests.tools.hub http://127.0.0.1:8000 PASSWORD seat-01 seat-02
+    python -m tests.tools.hub --start http://127.0.0.1:8000 PASSWORD seat-{01..30}
 
 Each name logs in, starts its server, trains in a Ray of its own and looks whether it can
-reach what it must not. Ends with 1 at the first thing that is not as it should be.
+reach what it must not. Ends with 1 at the first thing that is not as it should be. With
+`--start` it only starts the servers, and leaves them running.
 """
 
 import json
@@ -11,6 +13,7 @@ import re
 import sys
 import time
 import uuid
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import requests
@@ -144,6 +147,14 @@ subprocess.run(["ray", "job", "list", "--address", address], check=True)
 """
 
 
+def start(hub: str, password: str, names: Sequence[str]) -> list[Seat]:
+    """Start the servers of all names at once; they run when this returns."""
+    with ThreadPoolExecutor(len(names)) as threads:
+        seats = list(threads.map(lambda name: Seat(hub, name, password), names))
+    print(f"{len(seats)} servers run")
+    return seats
+
+
 def main(hub: str, password: str, *names: str) -> None:
     for name, wrong in [(names[0], password + "x"), ("nobody", password)]:
         try:
@@ -152,9 +163,8 @@ def main(hub: str, password: str, *names: str) -> None:
             print(refused)
         else:
             sys.exit(f"{name} could log in with {wrong}")
+    seats = start(hub, password, names)
     with ThreadPoolExecutor(len(names)) as threads:
-        seats = list(threads.map(lambda name: Seat(hub, name, password), names))
-        print(f"{len(seats)} servers run")
         outputs = list(threads.map(lambda seat: seat.run(LESSON), seats))
     for seat, output in zip(seats, outputs):
         print(seat.name, output.strip().splitlines()[-1])
@@ -167,4 +177,7 @@ def main(hub: str, password: str, *names: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if sys.argv[1:2] == ["--start"]:
+        start(sys.argv[2], sys.argv[3], sys.argv[4:])
+    else:
+        main(*sys.argv[1:])

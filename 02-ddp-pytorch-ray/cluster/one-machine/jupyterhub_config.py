@@ -7,6 +7,7 @@ https://jupyterhub.readthedocs.io/en/5.5.0/reference/config-reference.html
 
 import asyncio
 import contextlib
+import grp
 import os
 import pwd
 import signal
@@ -27,6 +28,7 @@ PERIOD_US = 100_000
 # Absent where the kernel does not count swap; without them, who takes too much is swapped.
 OF_SWAP = {"memory.swap.max", "memory.memsw.limit_in_bytes"}
 LONG_S = 300  # when thirty people start at once
+IDLE_S = 7200  # longer than any lunch
 # As the person, in the home: lessons of another commit stay beside these. Ray and others
 # write to a folder of /tmp that nobody else may enter: not one that a neighbour made.
 PREPARE = """
@@ -139,6 +141,13 @@ def prepare(seat: Seat) -> None:
         raise RuntimeError(f"{seat.user.name}: {done.stderr.decode().strip()}")
 
 
+def members(group: str) -> list[str]:
+    """Return the accounts that were added to a group; none if there is no such group."""
+    with contextlib.suppress(KeyError):
+        return grp.getgrnam(group).gr_mem
+    return []
+
+
 c = get_config()  # noqa: F821  # type: ignore  # JupyterHub defines it
 c.JupyterHub.spawner_class = Seat
 c.JupyterHub.bind_url = "http://127.0.0.1:8000"  # until there is a certificate
@@ -149,11 +158,22 @@ c.ConfigurableHTTPProxy.pid_file = str(STATE / "proxy.pid")
 c.LocalAuthenticator.allowed_groups = {
     "workshop"
 }  # with the passwords of their accounts
+# Stop and start everybody's seat, at /hub/admin; open none but their own.
+c.JupyterHub.load_roles = [
+    {
+        "name": "helpers",
+        "scopes": ["admin-ui", "list:users", "read:users", "servers"],
+        "users": members("workshop-helpers"),
+    }
+]
 c.Seat.cmd = [f"{HUB}/bin/jupyterhub-singleuser"]
 c.Seat.default_url = "/lab"
 c.Seat.args = [
-    "--KernelManager.transport=ipc"
-]  # of TCP, everybody here could read outputs
+    "--KernelManager.transport=ipc",  # of TCP, everybody here could read outputs
+    # whose browser is closed: an idle kernel goes, and then the seat
+    f"--MappingKernelManager.cull_idle_timeout={IDLE_S}",
+    f"--ServerApp.shutdown_no_activity_timeout={IDLE_S}",
+]
 c.Seat.notebook_dir = "~"
 c.Seat.mem_limit = "10G"
 c.Seat.cpu_limit = 2
@@ -163,5 +183,6 @@ c.Seat.environment = {
     "PATH": f"{LESSONS}/.venv/bin:{os.environ['PATH']}",
     "JUPYTER_PATH": f"{LESSONS}/.venv/share/jupyter",  # the kernel of the workshop
     "OMP_NUM_THREADS": "1",  # ranks share the cores
+    "WORKSHOP_MODE": "smoke",  # else each seat takes all GPUs of this machine
     "WORKSHOP_LESSONS": str(LESSONS),  # as they were written
 }
