@@ -34,7 +34,7 @@ def load_data(dataset, batch_size, seed, device):
     sampler = ResumableSampler(train_set, seed=seed)  # NEW: deals them out
     options = {"sampler": sampler, "pin_memory": device.type == "cuda"}
     train_loader = DataLoader(train_set, batch_size, drop_last=True, **options)
-    train_loader = prepare_data_loader(train_loader)  # NEW: batches come on the device
+    train_loader = prepare_data_loader(train_loader)  # NEW: moves batches to the device
     return train_loader, datasets.load(dataset, "test")
 
 

@@ -197,7 +197,7 @@ def test_pretended_gpus_are_no_real_ones(monkeypatch):
 def test_too_few_open_files_are_said(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda which: (64, 256))
     with pytest.raises(
-        BadInput, match="Ray opens more than the 256 files that a process"
+        BadInput, match="Ray needs 512 open files, and a process may open 256"
     ):
         preflight.check_open_files()
 

@@ -92,7 +92,9 @@ def test_the_first_lines_can_be_pasted(filled_in, tmp_path):
     assert (done.returncode == 0) == filled_in, done.stderr
     assert done.stdout == "make lab in workshop\n" * filled_in
     assert (tmp_path / "workshop" / ".git").exists() == filled_in
-    assert ("type the address of this repository" in done.stderr) != filled_in
+    assert (
+        "put the address of this repository after ADDRESS=" in done.stderr
+    ) != filled_in
 
 
 class Loaded(HTMLParser):

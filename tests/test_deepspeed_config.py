@@ -48,9 +48,9 @@ def test_a_batch_size_replaces_the_global_one_of_the_file(tmp_path):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (None, "is no readable JSON file"),
-        ("{", "is no readable JSON file"),
-        ("ä".encode("latin-1"), "is no readable JSON file"),
+        (None, "cannot be read as JSON"),
+        ("{", "cannot be read as JSON"),
+        ("ä".encode("latin-1"), "cannot be read as JSON"),
         ("[1]", "has to be a JSON object, in braces"),
         ('{"zero_optimization": true}', "and so has its zero_optimization"),
         ('{"zero_optimization": {"stage": 4}}', "is 4, but must be 0, 1, 2 or 3"),
@@ -81,7 +81,7 @@ def test_what_the_script_makes_itself_is_named(tmp_path, capsys):
     )
     assert "optimizer" not in zero_config.read_config(path)
     said = (
-        "changed.json has a key optimizer, which is not used: there is PyTorch's AdamW."
+        "changed.json: the key optimizer is ignored. The script uses PyTorch's AdamW."
     )
     assert capsys.readouterr().out == f"{said}\n"
 
@@ -89,7 +89,7 @@ def test_what_the_script_makes_itself_is_named(tmp_path, capsys):
 OF_THE_WEB = {
     "zero_optimisation": (
         True,
-        "reads no key zero_optimisation, as in x.json: misspelt?",
+        "x.json: DeepSpeed ignores zero_optimisation. Is it misspelt?",
     ),
     "reduce_bucket_size": (
         0,

@@ -175,8 +175,8 @@ def no_network(patch, _):
         (wrong_mode, "run_mode", "FAIL", "fast", "auto, smoke and full"),
         (little_memory, "memory", "FAIL", "1.5 GB free", "close other programs"),
         (small_seat, "memory", "FAIL", "2.0 GB in all", "ask for a larger seat"),
-        (no_home, "user", "warn", "where you cannot write", "`export HOME=`"),
-        (few_files, "user", "FAIL", "may open 256 files", "`ulimit -n 1024`"),
+        (no_home, "user", "warn", "no home folder to write to", "export HOME="),
+        (few_files, "user", "FAIL", "may open 256 files", "an administrator has to"),
         (one_gpu, "gpus", "ok", "K80: one, so in full mode there is one worker", ""),
         (little_disk, "disk", "FAIL", "1.5 GB free in", "WORKSHOP_STORAGE"),
         (results_below_a_file, "disk", "FAIL", "no place", "to another"),
@@ -185,7 +185,7 @@ def no_network(patch, _):
         (
             gpu_that_torch_does_not_see,
             *("gpus", "warn", "470.57: torch, built for CUDA 13.2, cannot use it"),
-            "Get a driver from 580 on, for a GPU of compute capability",
+            "NVIDIA's driver 580 or newer, and a GPU of compute capability",
         ),
         (
             functools.partial(gpu_that_torch_does_not_see, cuda=None),

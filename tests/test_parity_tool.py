@@ -390,7 +390,7 @@ def test_deepspeeds_engine_is_judged_at_every_stage(tmp_path, capsys, stage, cha
         assert old in text
         text = text.replace(old, new)
     program.write_text(text)
-    status = parity.main([str(program), "--world-sizes", "2"])
+    status = parity.main([str(program), "--world-sizes", "2", "3"])
     out = capsys.readouterr().out
     assert status == 0 and "2 epochs in float64" in out, out
     before, after = map(
@@ -403,7 +403,7 @@ def test_deepspeeds_engine_is_judged_at_every_stage(tmp_path, capsys, stage, cha
 @pytest.mark.parametrize(
     ("old", "new", "names"),
     [
-        ("4 // torch.distributed.get_world_size()", "2", ["global batch"]),
+        ("6 // torch.distributed.get_world_size()", "3", ["global batch"]),
         # DeepSpeed divides by their number already
         (
             "backward(loss)",

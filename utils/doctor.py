@@ -57,8 +57,10 @@ def python() -> Result:
     fits = (3, 11) <= sys.version_info[:2] <= (3, 13)
     found = f"{platform.python_version()} in {sys.prefix}"
     if " " in sys.prefix:  # Ray does not quote it; `nodes` goes around that
-        found += ". The path has a space: a node that `ray start` starts here cannot "
-        found += "start workers with a runtime environment"
+        found += (
+            ". It has a space: the lessons run, but Ray's own commands (`ray start`, "
+        )
+        found += "`ray job`) may fail, see docs/troubleshooting.md"
     return Result(
         "ok" if fits else "FAIL",
         found,
@@ -180,21 +182,24 @@ def user() -> Result:
     """Check what a container or a batch system may not give: a home, and open files."""
     import resource
 
-    if not processes.has_home():
-        home = os.environ.get("HOME", "not set")
-        return Result(
-            "warn",
-            f"HOME is {home}, where you cannot write",
-            "The lessons run; JupyterLab needs one: `export HOME=` a folder of yours.",
-        )
-    soft, files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= files < processes.FEWEST_FILES:  # infinity is -1
         return Result(
             "FAIL",
             f"a process may open {files} files",
-            "Ray needs more: `ulimit -n 1024`, or let whoever set the limit raise it.",
+            f"Ray needs {processes.FEWEST_FILES}. This is the hard limit (`ulimit -Hn`), "
+            "which an administrator has to raise.",
+            administrator=True,
         )
-    return Result("ok", f"home {Path.home()}, {max(soft, files):,} open files")
+    if not processes.has_home():
+        home = os.environ.get("HOME", "not set")
+        return Result(
+            "warn",
+            f"no home folder to write to (HOME: {home})",
+            "The scripts run; JupyterLab needs one: "
+            "`mkdir -p build/home && export HOME=$PWD/build/home`.",
+        )
+    return Result("ok", f"home {Path.home()}; a process may open {files:,} files")
 
 
 def gpus() -> Result:
@@ -209,7 +214,7 @@ def gpus() -> Result:
                 torch.ones(1, device=f"cuda:{number}").add(1).item()
         except RuntimeError as error:
             state = "warn" if settings.mode() == "smoke" else "FAIL"
-            fix = f"Set WORKSHOP_MODE=smoke to use the CPU, or {_needed()}."
+            fix = f"Set WORKSHOP_MODE=smoke to use the CPU, or use {_needed()}."
             return Result(state, f"{found}: {_line(error)}", fix)
         if len(devices) == 1:
             found += ": one, so in full mode there is one worker, and nothing is sent. "
@@ -228,7 +233,9 @@ def gpus() -> Result:
             f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
         )
         why = f"torch, built {built}, cannot use it"
-        fix = f"Get {_needed()}, or `rm -rf .venv && make setup` for another torch"
+        fix = f"Use {_needed()}"
+        if not torch.version.cuda:
+            fix = "`rm -rf .venv && make setup` installs the torch for GPUs"
     return Result(
         "warn", f"{smi_says}: {why}", f"{fix}; until then lessons use the CPU."
     )
@@ -246,7 +253,8 @@ def _needed() -> str:
     kernels = [each for each in torch.cuda.get_arch_list() if each.startswith("sm_")]
     oldest = int(kernels[0][3:]) / 10 if kernels else 7.5
     return (
-        f"a driver from {driver} on, for a GPU of compute capability {oldest:g} or more"
+        f"NVIDIA's driver {driver} or newer, and a GPU of compute capability {oldest:g} "
+        "or higher"
     )
 
 

@@ -100,8 +100,8 @@ def check_open_files() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < processes.FEWEST_FILES:
         raise BadInput(
-            f"Ray opens more than the {hard} files that a process may open here: say "
-            "`ulimit -n 1024` first, or let whoever set the limit raise it."
+            f"Ray needs {processes.FEWEST_FILES} open files, and a process may open {hard} "
+            "here: ask an administrator to raise the hard limit (`ulimit -Hn` shows it)."
         )
     if soft != resource.RLIM_INFINITY and soft < processes.FEWEST_FILES:
         resource.setrlimit(resource.RLIMIT_NOFILE, (processes.FEWEST_FILES, hard))

@@ -63,9 +63,7 @@ def in_a_sentence(config: Config) -> Iterator[None]:
         ) from error
     unread = sorted(config.keys() - config.read)
     if unread and dist.get_rank() == 0:
-        print(
-            f"DeepSpeed reads no key {', '.join(unread)}, as in {config.name}: misspelt?"
-        )
+        print(f"{config.name}: DeepSpeed ignores {', '.join(unread)}. Is it misspelt?")
 
 
 def _say(line: str) -> None:
@@ -102,7 +100,9 @@ def read_config(
     try:
         config = json.loads(path.read_text("utf-8-sig"))  # with or without a BOM
     except (OSError, ValueError) as error:
-        raise BadInput(f"{path} is no readable JSON file: {error}.") from error
+        raise BadInput(
+            f"{path} cannot be read as JSON ({error}): correct it."
+        ) from error
     is_object = isinstance(config, dict)
     zero = config.setdefault("zero_optimization", {}) if is_object else None
     if not isinstance(zero, dict):
@@ -129,13 +129,13 @@ def read_config(
             )
     for key, instead in OF_THE_SCRIPT.items():
         if config.pop(key, None):
-            _say(f"{path.name} has a key {key}, which is not used: there is {instead}.")
+            _say(f"{path.name}: the key {key} is ignored. The script uses {instead}.")
     if "zero_force_ds_cpu_optimizer" not in config:
         # else offload refuses PyTorch's AdamW, which the script uses
         config["zero_force_ds_cpu_optimizer"] = False
         if "offload_optimizer" in zero or zero.get("cpu_offload"):
             _say(
-                f"{path.name} offloads the optimizer, which in this script is PyTorch's "
-                "AdamW, on the CPU. DeepSpeed's own DeepSpeedCPUAdam would be faster."
+                f"{path.name} moves the optimizer to the CPU, where this script runs "
+                "PyTorch's AdamW. DeepSpeed's own DeepSpeedCPUAdam would be faster."
             )
     return Config(path.name, config)

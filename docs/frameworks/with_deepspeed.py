@@ -1,6 +1,6 @@
 """DeepSpeed's engine, judged: python -m utils.parity docs/frameworks/with_deepspeed.py.
 
-STAGE may be 0 to 3. A mistake to try: accumulation_steps = 2 on any number of ranks.
+STAGE may be 0 to 3. A mistake to try: accumulation_steps = 3 on any number of ranks.
 """
 
 import torch
@@ -21,9 +21,10 @@ def build_model():
 
 
 def wrap(model):
-    accumulation_steps = 4 // torch.distributed.get_world_size()
+    # 12 items for an update, on 1, 2 and 3 ranks
+    accumulation_steps = 6 // torch.distributed.get_world_size()
     config = {
-        "train_micro_batch_size_per_gpu": 3,
+        "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": accumulation_steps,
         "gradient_clipping": 0.1,
         "zero_optimization": {"stage": STAGE},
@@ -42,7 +43,7 @@ def make_loader(rank, world_size, epoch):
     data = TensorDataset(data, data.sum(1, keepdim=True))
     sampler = DistributedSampler(data, world_size, rank)
     sampler.set_epoch(epoch)
-    return DataLoader(data, 3, sampler=sampler)
+    return DataLoader(data, 2, sampler=sampler)
 
 
 def train_step(engine, optimizer, batch):

@@ -13,7 +13,6 @@ import nbformat
 from nbconvert import HTMLExporter
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
-from pygments.formatters import HtmlFormatter
 
 from tests.tools import notebooks
 from tests.tools.notebooks.outline import main_line
@@ -87,9 +86,8 @@ def page(path: Path) -> str:
     write = HTMLExporter(template_name="basic", **options)
     bodies = (write.from_notebook_node(new_notebook(cells=s))[0] for s in slides(path))
     sections = "".join(f"<section>\n{body}</section>\n" for body in bodies)
-    style = STYLE + HtmlFormatter().get_style_defs(".highlight")
     head = f'<meta charset="utf-8"><title>{notebooks.title(path)}</title>'
-    head += f"<style>{style}</style>"
+    head += f"<style>{STYLE}</style>"
     body = f"<body>\n{sections}<script>{TURN}</script></body>"
     return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n{body}</html>\n'
 

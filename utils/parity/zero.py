@@ -1,4 +1,4 @@
-"""DeepSpeed's engine: what ZeRO has cut, whole again, and types that it refuses."""
+"""Look into DeepSpeed's engine: gather what ZeRO shards, and let it take float64."""
 
 import contextlib
 import sys
@@ -24,7 +24,7 @@ def on_update(
 ) -> None:
     """Call `before` when gradients are averaged and not yet clipped, `after` the update.
 
-    `engine.step` does neither in the middle of an accumulation.
+    Neither is called for a micro-batch that only accumulates.
     """
     original = engine._take_model_step
 
@@ -39,7 +39,7 @@ def on_update(
 
 
 def weight(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the whole of what stage 3 has cut; all ranks call it."""
+    """Return the full parameter of stage 3; all ranks have to call it."""
     with sys.modules["deepspeed"].zero.GatheredParameters([parameter]):
         return parameter.detach().clone()
 
@@ -60,7 +60,7 @@ def state(engine: Any) -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def in_float64(active: bool) -> Iterator[None]:
-    """Let DeepSpeed, where it is loaded, take float64: stages 0 and 3 refuse it."""
+    """Let DeepSpeed, if it is loaded, take float64, which stages 0 and 3 refuse."""
     if not (active and is_loaded()):
         yield
         return
