@@ -23,7 +23,7 @@ from tests.programs import Classifier, Program, training
 from tests.tools.notebooks import ROOT
 from tests.waiting import TIMEOUT_S
 from utils import launch, parity
-from utils.parity import groups
+from utils.parity import groups, zero
 from utils.parity.comparing import Case
 from utils.parity.diagnosing import TABLE
 from utils.parity.recording import Run
@@ -362,6 +362,17 @@ def test_a_rank_of_gpus_takes_its_own_gpu_and_nccl(tmp_path):
             runs[size] = [*runs.get(size, []), found[0]]
     case = Case(runs[1][0], runs[2])
     assert judge_case(case)[0] == "equal", judge_case(case)
+
+
+def test_an_engine_is_left_as_it_was():
+    calls = []
+    kind = type("Engine", (), {"_take_model_step": lambda self: calls.append("step")})
+    engine = kind()
+    hook = zero.on_update(engine, lambda: calls.append("before"), lambda: None)
+    engine._take_model_step()
+    hook.remove()
+    engine._take_model_step()
+    assert calls == ["before", "step", "step"]
 
 
 DEEPSPEED = (ROOT / "docs" / "frameworks" / "with_deepspeed.py").read_text()

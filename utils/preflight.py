@@ -90,21 +90,19 @@ def _say_if_waiting(needed: dict[str, float]) -> None:
 
 
 def check_open_files() -> None:
-    """Let this process open as many files as it may, as Ray's processes open many.
+    """Check the hard limit of open files; Ray raises the soft one by itself.
 
     Raises:
         BadInput: it may not open enough.
     """
     if sys.platform != "linux":
         return
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < processes.FEWEST_FILES:
         raise BadInput(
             f"Ray needs {processes.FEWEST_FILES} open files, and a process may open {hard} "
             "here: ask an administrator to raise the hard limit (`ulimit -Hn` shows it)."
         )
-    if soft != resource.RLIM_INFINITY and soft < processes.FEWEST_FILES:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (processes.FEWEST_FILES, hard))
 
 
 def check_shared(*folders: str | Path) -> None:

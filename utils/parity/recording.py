@@ -150,7 +150,7 @@ class Recorder:
         self.seen: set = set()  # rows of data, in this step
         self.evaluating: tuple[str, ...] = ()
         self._forget()
-        self.handles = [
+        self.handles: list[Any] = [
             register_optimizer_step_pre_hook(self._before_update),
             register_optimizer_step_post_hook(self._after_update),
         ]
@@ -178,7 +178,8 @@ class Recorder:
             self.engine = model
             # some build their optimizer's state by a step without gradients
             self.updates, self.optimizers, self.foreign = [], [], {}
-            zero.on_update(model, self._before_engine, self._after_engine)
+            of_engine = zero.on_update(model, self._before_engine, self._after_engine)
+            self.handles.append(of_engine)
         self.model = model
         for name, parameter in named(self.model):
             self.names[id(parameter)] = name
@@ -268,7 +269,7 @@ class Recorder:
         self.depth += 1  # the optimizers within are recorded with it
         trained = [p for _, p in named(self.model) if p.requires_grad]
         found = {self.name(p): zero.gradient(p) for p in trained}
-        inner = getattr(self.engine.optimizer, "optimizer", self.engine.optimizer)
+        inner = zero.optimizer_of(self.engine)
         self.updates.append(
             Update(
                 step=self.step,

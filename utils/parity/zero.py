@@ -3,6 +3,7 @@
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -19,12 +20,18 @@ def is_engine(model: Any) -> bool:
     return any(each.__name__ == "DeepSpeedEngine" for each in type(model).__mro__)
 
 
+def optimizer_of(engine: Any) -> Any:
+    """Return the optimizer that updates this rank's part, below that of ZeRO."""
+    return getattr(engine.optimizer, "optimizer", engine.optimizer)
+
+
 def on_update(
     engine: Any, before: Callable[[], None], after: Callable[[], None]
-) -> None:
+) -> SimpleNamespace:
     """Call `before` when gradients are averaged and not yet clipped, `after` the update.
 
-    Neither is called for a micro-batch that only accumulates.
+    Neither is called for a micro-batch that only accumulates. Returns what ends that by
+    its `remove`, as a hook's handle does.
     """
     original = engine._take_model_step
 
@@ -36,6 +43,7 @@ def on_update(
             after()
 
     engine._take_model_step = take_model_step
+    return SimpleNamespace(remove=lambda: vars(engine).pop("_take_model_step", None))
 
 
 def weight(parameter: torch.Tensor) -> torch.Tensor:
@@ -51,7 +59,7 @@ def gradient(parameter: torch.Tensor) -> torch.Tensor | None:
 
 def state(engine: Any) -> list[torch.Tensor]:
     """Return this rank's parts of weights and of the optimizer's state."""
-    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    inner = optimizer_of(engine)
     weights = [getattr(p, "ds_tensor", p) for p in engine.parameters()]
     masters = [p for group in inner.param_groups for p in group["params"]]
     held = [t for each in inner.state.values() for t in each.values()]

@@ -25,7 +25,10 @@ RECORDING_ENVIRONMENT = {
 
 
 def execute(
-    path: Path, environment: dict[str, str], on_cell: Callable[..., None] | None = None
+    path: Path,
+    environment: dict[str, str],
+    on_cell: Callable[..., None] | None = None,
+    cell_timeout: float = CELL_TIMEOUT_S,
 ) -> nbformat.NotebookNode:
     """Run a notebook from a fresh kernel in its own folder, and return the executed copy.
 
@@ -36,7 +39,7 @@ def execute(
     running: list[int] = []
     client = NotebookClient(
         notebook,
-        timeout=CELL_TIMEOUT_S,
+        timeout=cell_timeout,
         startup_timeout=CELL_TIMEOUT_S,
         kernel_name="python3",
         resources={"metadata": {"path": str(path.parent)}},
