@@ -21,8 +21,6 @@ LESSONS = [
 @pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
 def test_a_lesson_runs_where_there_are_more_cores(path, tmp_path):
     """Ray gets a CPU for each core: what a lesson says has to wait must wait there, too."""
-    startup = tmp_path / "profile_default" / "startup"
-    startup.mkdir(parents=True)
     code = f"import os\nos.sched_getaffinity = lambda pid: set(range({CORES}))\n"
-    (startup / "cores.py").write_text(code)
-    execute(path, RECORDING_ENVIRONMENT | {"IPYTHONDIR": str(tmp_path)})
+    (tmp_path / "sitecustomize.py").write_text(code)  # for the kernel and Ray's workers
+    execute(path, RECORDING_ENVIRONMENT | {"PYTHONPATH": str(tmp_path)})

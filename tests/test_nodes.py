@@ -354,7 +354,7 @@ def steps(page: str, names: dict[str, str]) -> list[list[list[str]]]:
 
 
 class Terminal:
-    """A shell on a machine, in the repository, of a user who has set nothing yet."""
+    """A shell on a machine, in the repository, of a user who has set only a niceness."""
 
     def __init__(self, machine: Machine, home: Path):
         # Ray's own commands give workers niceness 15: beside another test, which takes
