@@ -1,4 +1,4 @@
-"""Restore digits that have a hole, on one device: the script that lesson 03/06 moves.
+"""Restore digits that have a hole, on one device: the script that lesson 03/07 moves.
 
 python restore_digits.py
 """

@@ -76,7 +76,7 @@ KINDS = ["README", "docs/teaching", "docs/glossary", "01-ddp-pytorch-only/soluti
 KINDS += ["01-ddp-pytorch-only/01_data_parallelism_by_hand", "search"]
 KINDS += ["docs/teaching/handout", "docs/four_ways"]
 KINDS += [
-    "03-fsdp-deepspeed/05_choosing_a_strategy",
+    "03-fsdp-deepspeed/06_choosing_a_strategy",
     "02-ddp-pytorch-ray/cluster/README",
 ]
 

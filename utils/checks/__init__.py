@@ -1,6 +1,6 @@
 """Checks of the exercises: a wrong answer gets its name or a hint, not a traceback.
 
-One entry per exercise, in the module of its part (`moving` has those of 03/06, which train
+One entry per exercise, in the module of its part (`moving` has those of 03/07, which train
 scripts); `sharding` simulates ranks for three of them. The solutions are in each part's
 solutions.ipynb.
 """

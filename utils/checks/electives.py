@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from utils.checks.exercise import Exercise, cases
+from utils.checks.exercise import Exercise, by_ranks, cases
 
 # (step, time, value): a first attempt has logged steps 0 and 1, a second one 1 and 2.
 KILLED = [(0, 1.0, 3.0), (1, 2.0, 2.25), (1, 5.0, 2.5), (2, 6.0, 2.0)]
@@ -50,6 +50,43 @@ def _trains_together(for_all_workers) -> bool | str:
     except ValueError:
         return True
     return f"Without a network it returns {alone!r}: every worker would train alone."
+
+
+# Target tokens of each text, by rank: of two ranks, and of three.
+TARGETS = ([[2, 4, 8], [5]], [[3], [1, 6], [4, 2, 2]])
+
+
+def _scales_on_this_rank(text_scales: Callable) -> tuple[list, list]:
+    """Return the target tokens of this rank's texts, and what the answer makes of them."""
+    import torch.distributed as dist
+
+    own = TARGETS[dist.get_world_size() - 2][dist.get_rank()]
+    scales = text_scales(list(own))
+    return own, [float(scale) for scale in scales]
+
+
+def _each_text_counts_the_same(found: list) -> bool | str:
+    """Return whether the gradient, averaged over ranks, is the mean of the texts' own."""
+    n, texts = len(found), sum(len(own) for own, _ in found)
+    for rank, (own, scales) in enumerate(found):
+        if len(scales) != len(own):
+            return f"Rank {rank} has {len(own)} texts and gets {len(scales)} numbers."
+    # how much a text counts in the averaged gradient, in units of what it should
+    counts = [
+        [scale * targets / n * texts for targets, scale in zip(own, scales)]
+        for own, scales in found
+    ]
+    flat = [count for each in counts for count in each]
+    if max(flat) - min(flat) < 1e-6 * max(map(abs, flat)):
+        if abs(flat[0] - 1) < 1e-6:
+            return True
+        return (
+            f"On {n} ranks all texts count the same, and {flat[0]:.2g} times too much."
+        )
+    if all(max(each) - min(each) < 1e-6 * abs(max(each)) for each in counts):
+        each = ", ".join(f"{counted[0]:.2f}" for counted in counts)
+        return f"On {n} ranks a text counts {each} times what it should, by its rank."
+    return f"On {n} ranks, two texts of the same rank count differently."
 
 
 EXERCISES: dict[str, Exercise] = {
@@ -158,6 +195,30 @@ EXERCISES: dict[str, Exercise] = {
         (
             "Which parameter says that each rank has rows of its own?",
             "What should happen where `network` is empty?",
+        ),
+    ),
+    # 02-ddp-pytorch-ray/electives/06_fine_tuning.ipynb
+    "adapter state": Exercise(
+        lambda answer: answer == 32 * 16 * (4096 + 4096 + 4096 + 1024) * 8 / 4,
+        (
+            "How many numbers has A, of shape [r, in], and how many has B, [out, r]?",
+            "Two layers in each of 32. AdamW keeps two averages of 4 bytes per number.",
+        ),
+        {
+            32
+            * 16
+            * (4096 + 4096 + 4096 + 1024): "Those are the adapters' parameters.",
+            32 * 16 * (4096 + 4096 + 4096 + 1024) * 8: "FSDP2 shards it over 4 GPUs.",
+            32 * 16 * (4096 + 4096 + 4096 + 1024) * 4 / 4: "AdamW keeps two averages.",
+            32 * (4096 * 4096 + 4096 * 1024) * 8 / 4: "Those are W's: it is frozen.",
+            32 * 16 * (4096 + 4096) * 8 / 4: "That is `q_proj` alone.",
+        },
+    ),
+    "each text the same": Exercise(
+        by_ranks(_scales_on_this_rank, _each_text_counts_the_same, 2, 3),
+        (
+            "How many texts are there on all ranks? Each rank knows its own only.",
+            "Add up the counts of texts by `dist.all_reduce`, and mind FSDP2's average.",
         ),
     ),
 }

@@ -64,7 +64,7 @@ def _trains_the_script(training: parity.Training) -> bool | str:
 
 
 EXERCISES: dict[str, Exercise] = {
-    # 03-fsdp-deepspeed/06_move_your_own_training.ipynb
+    # 03-fsdp-deepspeed/07_move_your_own_training.ipynb
     "name the mistake": Exercise(
         words(
             {"A": "not averaged", "B": "schedule", "C": "same noise", "D": "clipping"},

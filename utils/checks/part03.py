@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.optim import AdamW
 
 from utils import comms, memory
-from utils.checks.exercise import Exercise, by_ranks, join, same_as
+from utils.checks.exercise import Exercise, by_ranks, join, same_as, unfair
 from utils.launch import run_ranks
 from utils.models import GPT, GPT2_124M, SMOKE, Shape
 
@@ -99,6 +99,53 @@ def _takes_five_all_gathers(wrap: Callable) -> bool | str:
         return "That takes five all-gathers, but keeps its blocks: 5 reduce-scatters."
     return calls == [5, 3] or (
         f"Its step takes {calls[0]} all-gathers and {calls[1]} reduce-scatters."
+    )
+
+
+class _Watched:
+    """A group of parameters that notes whether it would be gathered; all stay whole."""
+
+    def __init__(self, parameters: list) -> None:
+        self.cut, self.missing = parameters, len(parameters)
+        self.is_whole = False
+        self.too_early = ""  # the pass that began before it was gathered
+
+    def gather(self, *_) -> None:
+        self.is_whole = True
+
+    def free(self, *_) -> None:
+        self.is_whole = False
+
+    def reduce(self, _) -> None:
+        self.missing -= 1
+        self.is_whole &= self.missing != 0
+
+    def watch(self, module) -> None:
+        module.register_forward_pre_hook(lambda *_: self._begins("forward"))
+        module.register_full_backward_pre_hook(lambda *_: self._begins("backward"))
+
+    def _begins(self, which: str) -> None:
+        self.too_early = self.too_early or which * (not self.is_whole)
+
+
+def _frees_and_reduces(add_hooks: Callable) -> bool | str:
+    model, groups, taken = GPT(SMOKE), [], set()
+    for module in (*model.blocks, model):
+        group = _Watched([p for p in module.parameters() if p not in taken])
+        add_hooks(module, group)
+        group.watch(module)  # after the hooks of the answer, so called after them
+        groups.append(group)
+        taken.update(group.cut)
+    logits = model(torch.zeros(1, 8, dtype=torch.long))
+    whole = sum(group.is_whole for group in groups)
+    logits.sum().backward()
+    if early := [group.too_early for group in groups if group.too_early]:
+        return f"A {early[0]} pass begins before its weights have been gathered."
+    if any(group.missing for group in groups):
+        return "Some gradients are never reduced: each rank trains for itself."
+    return not whole or (
+        f"Every number is right, but when the forward pass ends, a rank holds {whole} of "
+        f"{len(groups)} groups whole."
     )
 
 
@@ -296,7 +343,45 @@ def _tensor_traffic(layers: int, tokens: int, width: int, ranks: int) -> float:
     return 4 * layers * 2 * (ranks - 1) / ranks * tokens * width * 2
 
 
-# ------------------------------------------------------------- 05: choosing a strategy
+# ------------------------------------------------------- 05: depth, length and experts
+
+
+def _micro_batches(stages: int, part: float, waiting: int = -1) -> int:
+    """Return the least number of micro-batches with a bubble of at most `part`."""
+    return max(1, math.ceil((stages + waiting) * (1 - part) / part))
+
+
+def _computes_the_same_everywhere(places: Callable) -> bool | str:
+    """Return whether all ranks see as many pairs, of tokens dealt out by the answer."""
+    for ranks, time in ((2, 8), (3, 24), (4, 64)):
+        where = f"On {ranks} ranks, with {time} tokens,"
+        dealt = [torch.as_tensor(places(n, ranks, time)).tolist() for n in range(ranks)]
+        if wrong := unfair(dealt, list(range(time))):
+            return f"{where} {wrong}"
+        pairs = [sum(place + 1 for place in each) for each in dealt]
+        if len({*pairs}) > 1:
+            return f"{where} the ranks compute {pairs} pairs of a query and a key."
+    return True
+
+
+def _merges(merge: Callable) -> bool | str:
+    """Return whether `merge` makes attention over all keys of two parts."""
+    torch.manual_seed(0)
+    scores, values = torch.randn(2, 3, 10).double(), torch.randn(2, 10, 4).double()
+    totals = [s.logsumexp(-1, keepdim=True) for s in (scores[..., :6], scores[..., 6:])]
+    parts = scores[..., :6].softmax(-1), scores[..., 6:].softmax(-1)
+    first, more = parts[0] @ values[:, :6], parts[1] @ values[:, 6:]
+    out, total = merge(first, totals[0], more, totals[1])
+    if not torch.allclose(out, scores.softmax(-1) @ values):
+        if torch.allclose(out, (first + more) / 2):
+            return "The keys of both parts count alike, and those of one weigh more."
+        return "The output is not that of attention over all keys."
+    if not torch.allclose(total, scores.logsumexp(-1, keepdim=True)):
+        return "The output is right; the total is not the logarithm of the whole sum."
+    return True
+
+
+# ------------------------------------------------------------- 06: choosing a strategy
 
 
 def _sent_and_held(wrap: Callable) -> tuple[float, float]:
@@ -427,6 +512,10 @@ EXERCISES = {
             "What does fully_shard do to the parameters of a model?",
         ),
     ),
+    "the missing hook": Exercise(
+        _frees_and_reduces,
+        "A group is gathered, freed, gathered, reduced: who frees it the first time?",
+    ),
     "another world size": Exercise(
         _resumes_elsewhere,
         (
@@ -495,7 +584,37 @@ EXERCISES = {
             "The last dimension of a mesh runs over neighbours.",
         ),
     ),
-    # 03-fsdp-deepspeed/05_choosing_a_strategy.ipynb
+    # 03-fsdp-deepspeed/05_depth_length_experts.ipynb
+    "micro-batches": Exercise(
+        same_as(_micro_batches, (4, 1 / 4), (5, 0.3), (8, 1 / 8), (2, 1 / 2)),
+        (
+            "(stages - 1) / (number + stages - 1) is at most part: solve for the number.",
+            "A number of micro-batches is whole: round up.",
+        ),
+        mistakes={
+            partial(
+                _micro_batches, waiting=0
+            ): "A rank waits for all stages but its own.",
+            lambda stages, part: int((stages - 1) * (1 - part) / part): (
+                "Rounded down, the bubble is a little too large."
+            ),
+        },
+    ),
+    "who computes most": Exercise(
+        _computes_the_same_everywhere,
+        (
+            "The first token sees one key, the last sees all: what if one rank has both?",
+            "Cut the text into 2 x ranks parts, and give each rank two of them.",
+        ),
+    ),
+    "add to a softmax": Exercise(
+        _merges,
+        (
+            "torch.logaddexp adds two sums whose logarithms you have.",
+            "Each output was divided by its own sum: by which factor is that too little?",
+        ),
+    ),
+    # 03-fsdp-deepspeed/06_choosing_a_strategy.ipynb
     "two trips, half the state": Exercise(
         by_ranks(_sent_and_held, _sends_as_ddp_and_holds_half, 2),
         (
