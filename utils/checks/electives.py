@@ -89,6 +89,24 @@ def _each_text_counts_the_same(found: list) -> bool | str:
     return f"On {n} ranks, two texts of the same rank count differently."
 
 
+# Beside the checkpoints of a run in a bucket.
+RAYS_LIST = "checkpoint_manager_snapshot.json"
+
+
+def _all_that_is_not_listed(objects: list[str], listed: list[str]) -> list[str]:
+    return sorted({name.split("/")[0] for name in objects} - set(listed))
+
+
+def _newer_than_the_list(objects: list[str], listed: list[str]) -> list[str]:
+    names = {name.split("/")[0] for name in objects if "/" in name}
+    return sorted(name for name in names if not listed or name > max(listed))
+
+
+def _one_per_object(objects: list[str], listed: list[str]) -> list[str]:
+    names = [name.split("/")[0] for name in objects if "/" in name]
+    return sorted(name for name in names if name not in listed)
+
+
 EXERCISES: dict[str, Exercise] = {
     # 02-ddp-pytorch-ray/electives/01_old_recipes.ipynb
     "epochs that save": Exercise(
@@ -220,5 +238,37 @@ EXERCISES: dict[str, Exercise] = {
             "How many texts are there on all ranks? Each rank knows its own only.",
             "Add up the counts of texts by `dist.all_reduce`, and mind FSDP2's average.",
         ),
+    ),
+    # 02-ddp-pytorch-ray/electives/07_buckets.ipynb
+    "leftovers in a bucket": Exercise(
+        cases(
+            (
+                (
+                    ["checkpoint_1/a.pt", "checkpoint_2/a.pt", RAYS_LIST],
+                    ["checkpoint_1"],
+                ),
+                ["checkpoint_2"],
+            ),
+            (
+                (
+                    ["checkpoint_1/a.pt", "checkpoint_2/a.pt", RAYS_LIST],
+                    ["checkpoint_2"],
+                ),
+                ["checkpoint_1"],  # cut off, and then the run went on
+            ),
+            ((["checkpoint_1/a.pt", "checkpoint_1/b.pt"], []), ["checkpoint_1"]),
+            ((["logs/0.txt", "checkpoint_1/a.pt", RAYS_LIST], ["checkpoint_1"]), []),
+        ),
+        (
+            "What stands before the `/` is a checkpoint, if it begins with `checkpoint_`.",
+            "Which of them does the list not name? Several objects have the same one.",
+        ),
+        {
+            _all_that_is_not_listed: "You would delete Ray's list, too: it is an object "
+            "whose name begins with `checkpoint_`, and no checkpoint.",
+            _newer_than_the_list: "A rest may be older than what is listed: after it was "
+            "cut off, the run went on.",
+            _one_per_object: "Name each of them once: it has several objects.",
+        },
     ),
 }
